@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load for `serve.py`: the sizes and the concurrency that fragment a GPU's memory, or a calm mix that does not.
+
+    python examples/load.py --seconds 30 http://127.0.0.1:8000
+
+`fragment` asks for images of many sizes between turns of many conversations. An image takes hundreds of megabytes for
+a moment; when they are free again, the growing caches of the conversations settle in them and stay. The next image
+finds no hole that is large enough, and the allocator takes more from the device, until there is no more to take.
+`steady` asks for one size of image and one length of prompt, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+
+IMAGE_SIDES = [256, 320, 384, 448, 512, 640, 768, 896, 1024]
+CONVERSATIONS = 24
+
+
+@dataclass(frozen=True)
+class Ask:
+    path: str
+    body: dict[str, object]
+
+
+@dataclass
+class Results:
+    latencies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def summary(self, seconds: float) -> dict[str, object]:
+        everything = [latency for each in self.latencies.values() for latency in each]
+        failed = self.failures.total()
+        return {
+            "seconds": round(seconds, 1),
+            "requests": len(everything) + failed,
+            "failed": failed,
+            "failures": dict(self.failures),
+            "latency_ms": {path: spread(each) for path, each in sorted(self.latencies.items())},
+        }
+
+
+def spread(latencies: list[float]) -> dict[str, float]:
+    ordered = sorted(latencies)
+
+    def at(share: float) -> float:
+        return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
+
+    return {"requests": len(ordered), "p50": at(0.5), "p95": at(0.95), "max": at(1)}
+
+
+# ----------------------------------------------------------------------------------------------- what is asked
+
+
+def fragment(dice: random.Random) -> Iterator[Ask]:
+    while True:
+        if dice.random() < 0.35:
+            width, height = dice.choice(IMAGE_SIDES), dice.choice(IMAGE_SIDES)
+            yield Ask("/images", {"width": width, "height": height, "steps": 2})
+        else:
+            turn = "word " * dice.randint(20, 500)
+            body = {"prompt": turn, "max_new_tokens": dice.randint(2, 8), "session": talk(dice)}
+            yield Ask(dice.choice(["/generate", "/generate", "/generate/stream"]), body)
+
+
+def talk(dice: random.Random) -> str:
+    return f"conversation {dice.randrange(CONVERSATIONS)}"
+
+
+def steady(dice: random.Random) -> Iterator[Ask]:
+    while True:
+        if dice.random() < 0.35:
+            yield Ask("/images", {"width": 512, "height": 512, "steps": 2})
+        else:
+            yield Ask("/generate", {"prompt": "word " * 100, "max_new_tokens": 4})
+
+
+PROFILES = {"fragment": fragment, "steady": steady}
+
+# ------------------------------------------------------------------------------------------------- how it is asked
+
+
+async def drive(url: str, profile: str, seconds: float, concurrency: int, seed: int) -> Results:
+    asks = PROFILES[profile](random.Random(seed))
+    results = Results()
+    end = time.monotonic() + seconds
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+
+        async def worker() -> None:
+            while time.monotonic() < end:
+                await send(client, next(asks), results)
+
+        await asyncio.gather(*(worker() for _ in range(concurrency)))
+    return results
+
+
+async def send(client: httpx.AsyncClient, ask: Ask, results: Results) -> None:
+    start = time.perf_counter()
+    try:
+        async with client.stream("POST", ask.path, json=ask.body) as response:
+            ended = b""
+            async for chunk in response.aiter_bytes():
+                ended = (ended + chunk)[-200:]
+    except httpx.HTTPError as error:
+        results.failures[type(error).__name__] += 1
+        await asyncio.sleep(0.2)  # a server that is not there is not asked in a busy loop
+        return
+    if response.status_code != 200:
+        results.failures[str(response.status_code)] += 1
+    elif b"event: error" in ended:
+        results.failures["broken stream"] += 1
+    else:
+        results.latencies[ask.path].append(time.perf_counter() - start)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+    parser.add_argument("--profile", choices=sorted(PROFILES), default="fragment")
+    parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", metavar="FILE", help="write the summary there too")
+    chosen = parser.parse_args()
+
+    start = time.monotonic()
+    results = asyncio.run(
+        drive(chosen.url, chosen.profile, chosen.seconds, chosen.concurrency, chosen.seed)
+    )
+    summary = results.summary(time.monotonic() - start)
+    print(f"{summary['requests']} requests in {summary['seconds']} s, {summary['failed']} failed {summary['failures']}")
+    for path, each in summary["latency_ms"].items():
+        print(f"  {path:18} {each['requests']:6}   p50 {each['p50']:7} ms   p95 {each['p95']:7} ms   max {each['max']:7} ms")
+    if chosen.json:
+        with open(chosen.json, "w") as file:
+            json.dump(summary, file, indent=2)
+    return 0 if results.latencies else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
