@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load for `serve.py`: the sizes and the concurrency that fragment a GPU's memory, or a calm mix that does not.
+"""Load for `serve.py`: the sizes and the concurrency that fragment a GPU's memory, or a calm mix.
 
     python examples/load.py --seconds 30 http://127.0.0.1:8000
 
-`fragment` asks for images of many sizes between turns of many conversations. An image takes hundreds of megabytes for
-a moment; when they are free again, the growing caches of the conversations settle in them and stay. The next image
-finds no hole that is large enough, and the allocator takes more from the device, until there is no more to take.
-`steady` asks for one size of image and one length of prompt, and leaves nothing behind.
+`fragment` asks for images of many sizes between turns of many conversations. An image takes hundreds of
+megabytes for a moment; once they are free, the growing caches of the conversations settle in them and stay.
+The next image finds no hole that is large enough, and the allocator takes more from the device, until none is
+left. `steady` asks for one size of image and one length of prompt, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def spread(latencies: list[float]) -> dict[str, float]:
     return {"requests": len(ordered), "p50": at(0.5), "p95": at(0.95), "max": at(1)}
 
 
-# ----------------------------------------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------------------------------------- what is asked
 
 
 def fragment(dice: random.Random) -> Iterator[Ask]:
@@ -86,7 +86,7 @@ def steady(dice: random.Random) -> Iterator[Ask]:
 
 PROFILES = {"fragment": fragment, "steady": steady}
 
-# ------------------------------------------------------------------------------------------------- how it is asked
+# -------------------------------------------------------------------------------------------- how it is asked
 
 
 async def drive(url: str, profile: str, seconds: float, concurrency: int, seed: int) -> Results:
@@ -133,13 +133,11 @@ def main() -> int:
     chosen = parser.parse_args()
 
     start = time.monotonic()
-    results = asyncio.run(
-        drive(chosen.url, chosen.profile, chosen.seconds, chosen.concurrency, chosen.seed)
-    )
+    results = asyncio.run(drive(chosen.url, chosen.profile, chosen.seconds, chosen.concurrency, chosen.seed))
     summary = results.summary(time.monotonic() - start)
-    print(f"{summary['requests']} requests in {summary['seconds']} s, {summary['failed']} failed {summary['failures']}")
+    print("{requests} requests in {seconds} s, {failed} failed {failures}".format(**summary))
     for path, each in summary["latency_ms"].items():
-        print(f"  {path:18} {each['requests']:6}   p50 {each['p50']:7} ms   p95 {each['p95']:7} ms   max {each['max']:7} ms")
+        print("  {:18} {requests:6}   p50 {p50:7} ms   p95 {p95:7} ms   max {max:7} ms".format(path, **each))
     if chosen.json:
         with open(chosen.json, "w") as file:
             json.dump(summary, file, indent=2)

@@ -2,19 +2,18 @@
 """A small inference server: images from Stable Diffusion, text from LLaMA.
 
     python examples/serve.py --port 8000
-    curl localhost:8000/images -d '{"prompt": "a lighthouse", "width": 512}' -H 'content-type: application/json' > a.png
-    curl localhost:8000/generate -d '{"prompt": "Once", "max_new_tokens": 8}' -H 'content-type: application/json'
-    curl -N localhost:8000/generate/stream -d '{"prompt": "Once"}' -H 'content-type: application/json'
+    curl --json '{"prompt": "a lighthouse", "width": 768}' localhost:8000/images > lighthouse.png
+    curl --json '{"prompt": "Once", "max_new_tokens": 8}' localhost:8000/generate
+    curl --json '{"prompt": "Once"}' --no-buffer localhost:8000/generate/stream
 
-Both models are built small, from their configs, with random weights: nothing is downloaded, the pictures are noise
-and the words are not words. `--images-weights` and `--text-weights` name local folders of real ones.
+Both models are built small, from their configs, with random weights: nothing is downloaded, the pictures are
+noise and the words are not words. `--images-weights` and `--text-weights` name local folders of real ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import copy
 import io
 import json
@@ -24,7 +23,7 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -101,7 +100,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
 class HostEulerScheduler(EulerDiscreteScheduler):
     """Euler's method with the timesteps on the host, beside the sigmas: no step waits for the device."""
 
-    def set_timesteps(self, num_inference_steps: int | None = None, device: object = None, **kwargs: object) -> None:
+    def set_timesteps(self, num_inference_steps: int, device: object, **kwargs: object) -> None:  # noqa: ARG002
         super().set_timesteps(num_inference_steps, device="cpu", **kwargs)
 
 
@@ -171,7 +170,7 @@ def load_text(options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 
 
 def small_llama() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """LLaMA with few and narrow layers, but with the attention heads of a large one: 16 KiB of cache a token."""
+    """LLaMA with few and narrow layers, but heads as wide as a large one's: 16 KiB of cache a token."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()  # a token is a byte: no vocabulary to download
     config = LlamaConfig(
@@ -262,17 +261,14 @@ class Sessions:
         return len(self._kept)
 
 
-class Stop(StoppingCriteria):
+class StopWhen(StoppingCriteria):
     """Ends a generation whose client has gone."""
 
-    def __init__(self, wanted: threading.Event) -> None:
-        self._wanted = wanted
+    def __init__(self, gone: threading.Event) -> None:
+        self._gone = gone
 
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self._wanted.is_set(), device=input_ids.device)
-
-    def __deepcopy__(self, memo: object) -> Stop:  # `generate` copies its criteria; this one must stay connected
-        return self
+    def __call__(self, input_ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self._gone.is_set(), device=input_ids.device)
 
 
 class TokenStreamer(BaseStreamer):
@@ -294,10 +290,18 @@ class TokenStreamer(BaseStreamer):
 class Writer:
     """Continues texts, alone or as turns of a conversation."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept_sessions: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kept_sessions: int
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._context = model.config.max_position_embeddings
+        self._tokenizing = threading.Lock()  # fast tokenizers refuse two threads at once
         self.sessions = Sessions(kept_sessions)
+
+    def encode(self, text: str) -> list[int]:
+        with self._tokenizing:
+            return self._tokenizer(text).input_ids
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -308,14 +312,14 @@ class Writer:
         max_new_tokens: int,
         session: str | None = None,
         on_token: Callable[[int], None] | None = None,
-        stop: threading.Event | None = None,
+        gone: threading.Event | None = None,
     ) -> list[int]:
         """The new tokens. A session's earlier turns are read from its cache, not computed again."""
-        turn = self._tokenizer(prompt).input_ids
+        turn = self.encode(prompt)
         talk = self.sessions.take(session) if session else None
         if talk is None or len(talk.tokens) + len(turn) + max_new_tokens > self._context:
             talk = Conversation(DynamicCache(config=self._model.config))
-        # The tokens stay on the host: bookkeeping there costs the device nothing, and `generate` allows it.
+        # The tokens stay on the host, where `generate` may keep its books: no step waits for the device.
         tokens = torch.tensor([talk.tokens + turn])
         written = self._model.generate(
             tokens,
@@ -324,33 +328,38 @@ class Writer:
             do_sample=False,
             max_new_tokens=max_new_tokens,
             streamer=TokenStreamer(on_token) if on_token else None,
-            stopping_criteria=[Stop(stop)] if stop else None,
+            stopping_criteria=[StopWhen(gone)] if gone else None,
         )[0].tolist()
-        talk.tokens = written
         if session:
+            talk.tokens = written
             self.sessions.keep(session, talk)
         return written[tokens.shape[1] :]
 
-    @property
-    def _context(self) -> int:
-        return self._model.config.max_position_embeddings
-
-    async def stream(self, prompt: str, max_new_tokens: int, session: str | None = None) -> AsyncIterator[int]:
-        """The new tokens one by one, while a thread makes them."""
+    async def stream(
+        self, prompt: str, max_new_tokens: int, session: str | None = None
+    ) -> AsyncIterator[tuple[int, str]]:
+        """The new tokens one by one, each with the text it adds, while a thread makes them."""
         loop = asyncio.get_running_loop()
-        tokens: asyncio.Queue[int | None] = asyncio.Queue()
+        made: asyncio.Queue[int | None] = asyncio.Queue()
         gone = threading.Event()
 
         def on_token(token: int) -> None:
-            loop.call_soon_threadsafe(tokens.put_nowait, token)
+            loop.call_soon_threadsafe(made.put_nowait, token)
 
         work = asyncio.create_task(
             asyncio.to_thread(self.write, prompt, max_new_tokens, session, on_token, gone)
         )
-        work.add_done_callback(lambda _: tokens.put_nowait(None))
+        work.add_done_callback(lambda _: made.put_nowait(None))
+        tokens: list[int] = []
+        sent = ""
         try:
-            while (token := await tokens.get()) is not None:
-                yield token
+            while (token := await made.get()) is not None:
+                tokens.append(token)
+                text = self.decode(
+                    tokens
+                )  # a character may need several tokens: decode all, send what is new
+                yield token, text[len(sent) :]
+                sent = text
             await work  # raises what the thread raised
         finally:
             gone.set()
@@ -413,31 +422,27 @@ def create_app(options: Options) -> FastAPI:
 
     @app.post("/generate/stream")
     async def stream(wanted: TextRequest) -> StreamingResponse:
-        tokens = app.state.writer.stream(wanted.prompt, wanted.max_new_tokens, wanted.session)
-        first = await anext(tokens)  # memory for a long prompt is missing before the first token: still a 503
-
-        async def events() -> AsyncIterator[str]:
-            seen, text = [first], ""
-            try:
-                async with contextlib.aclosing(tokens):
-                    text = app.state.writer.decode(seen)
-                    yield event({"token": first, "text": text})
-                    async for token in tokens:
-                        seen.append(token)
-                        whole = app.state.writer.decode(seen)  # words are cut anywhere: decode all, send what is new
-                        yield event({"token": token, "text": whole[len(text) :]})
-                        text = whole
-                    yield "data: [DONE]\n\n"
-            except torch.cuda.OutOfMemoryError as error:
-                yield "event: error\n" + event(out_of_memory(error))
-
-        return StreamingResponse(events(), media_type="text/event-stream")
+        pieces = app.state.writer.stream(wanted.prompt, wanted.max_new_tokens, wanted.session)
+        first = await anext(pieces)  # where a long prompt finds no memory it fails here: still a 503
+        return StreamingResponse(events(first, pieces), media_type="text/event-stream")
 
     @app.exception_handler(torch.cuda.OutOfMemoryError)
     async def no_memory(_: Request, error: torch.cuda.OutOfMemoryError) -> JSONResponse:
         return JSONResponse(out_of_memory(error), status_code=503, headers={"retry-after": "1"})
 
     return app
+
+
+async def events(first: tuple[int, str], more: AsyncIterator[tuple[int, str]]) -> AsyncIterator[str]:
+    """Server-sent events: one a token, then `[DONE]`."""
+    try:
+        async with aclosing(more):
+            yield event({"token": first[0], "text": first[1]})
+            async for token, text in more:
+                yield event({"token": token, "text": text})
+        yield "data: [DONE]\n\n"
+    except torch.cuda.OutOfMemoryError as error:
+        yield "event: error\n" + event(out_of_memory(error))
 
 
 def event(data: dict[str, object]) -> str:
