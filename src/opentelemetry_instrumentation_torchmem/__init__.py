@@ -1,1 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
+"""OpenTelemetry instrumentation for the GPU memory of PyTorch's caching allocator.
+
+With no change in code::
+
+    opentelemetry-instrument --metrics_exporter otlp --traces_exporter otlp python serve.py
+
+In code::
+
+    from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor
+
+    TorchMemInstrumentor().instrument()
+
+Importing this package does not import torch.
+"""
+
+from .instrumentor import TorchMemInstrumentor
+from .version import __version__
+
+__all__ = ["TorchMemInstrumentor", "__version__"]

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a memory pool with an allocator of its own was ever made in this process.
+
+Such an allocator may need the interpreter (vLLM's sleep mode does) while the caching allocator's mutex
+is held; a reading waits for that mutex with the interpreter in hand. Together that hangs the process for
+ever, so from the first such pool on nobody may read beside the thread that allocates.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from typing import Any
+
+
+class PoolWatch:
+    """Replaces ``torch.cuda.MemPool.__init__`` by a plain function that notes such pools."""
+
+    def __init__(self) -> None:
+        self.suspect = False
+        """True for good: a dead pool's segments still go back through its allocator."""
+        self._restore: tuple[type, Any] | None = None
+
+    def install(self, memory: Any) -> None:
+        """Watch from now on; ``memory`` is the imported module ``torch.cuda.memory``.
+
+        Of pools made before nothing is known, so with CUDA already initialised any that lives is suspect.
+        """
+        pool_class = getattr(memory, "MemPool", None)
+        if pool_class is None or self._restore is not None:  # before torch 2.5 there are none
+            return
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            self.suspect = self.suspect or any(isinstance(thing, pool_class) for thing in gc.get_objects())
+        original = pool_class.__dict__.get("__init__")
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def noted_init(pool: Any, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("allocator", args[0] if args else None) is not None:
+                self.suspect = True
+            original(pool, *args, **kwargs)
+
+        pool_class.__init__ = noted_init
+        self._restore = (pool_class, original)
+
+    def remove(self) -> None:
+        """Put the class's own entry back, unless somebody has wrapped it since."""
+        if self._restore is None:
+            return
+        pool_class, original = self._restore
+        self._restore = None
+        if getattr(pool_class.__dict__.get("__init__"), "__wrapped__", None) is original:
+            pool_class.__init__ = original

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where readings come from: torch's allocator in this process, its backend and release probed once.
+
+Nothing here imports torch, makes a context or initialises CUDA: the gate is ``torch.cuda.is_initialized()``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from .reading import AllocatorReading, DriverMemory, HostReading
+from .settings import AllocatorSettings, settings_in_force
+
+NATIVE, ASYNC, PLUGGABLE, UNCACHED = "native", "cudaMallocAsync", "pluggable", "uncached"
+
+_SEGMENT_FAMILIES = ("inactive_split", "inactive_split_bytes", "segment")
+"""Kept for cudaMalloc segments only: 0 under expandable segments, whatever is free (pytorch#159564)."""
+_ASYNC_FAMILIES = ("allocated_bytes", "active_bytes", "reserved_bytes")
+"""All that cudaMallocAsync keeps; every other figure of it is 0 for ever."""
+
+
+def initialised_torch() -> Any | None:
+    """The torch module once its CUDA is initialised in this process, else None.
+
+    False in a forked child that inherited an initialised CUDA: what the allocator says there is
+    the parent's stale state, or nothing ever, if the fork caught its mutex held.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    is_initialized = getattr(cuda, "is_initialized", None)
+    return sys.modules["torch"] if is_initialized is not None and is_initialized() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device, by the names that join it to other telemetry."""
+
+    index: int
+    name: str
+    """``cuda:0``"""
+    hardware_id: str | None
+    """``GPU-<uuid>`` or ``MIG-<uuid>`` as NVML and DCGM print it; None where torch cannot tell."""
+
+
+class Source:
+    """The door to torch's statistics. Made once CUDA is initialised, on the module that
+    ``initialised_torch`` gives; whoever reads asks ``initialised_torch`` first, each time."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self.version = str(torch.__version__)
+        self.backend = _backend(torch)
+        self._host_statistics: Callable[[], Any] | None = getattr(torch._C, "_cuda_hostMemoryStats", None)
+        self._has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext
+        self._count: int = torch.cuda.device_count()
+        # cudaMallocAsync's statistics make a context where there is none
+        safe = next((index for index in range(self._count) if self._has_context(index)), 0)
+        self._statistics = _statistics_call(torch, safe)
+        self._used: set[int] = set()
+        self._devices: dict[int, Device] = {}
+        self._expandable = False
+
+    def used_devices(self, may_read: bool = True) -> list[int]:
+        """Devices this process has ever reserved memory on; those it has a context on where the
+        statistics cannot tell or may not be read."""
+        for index in range(self._count):
+            if index not in self._used and self._is_used(index, may_read):
+                self._used.add(index)
+        return sorted(self._used)
+
+    def read(self, index: int) -> AllocatorReading:
+        """One call of the allocator for one device; figures that this backend, mode or release
+        cannot give are left out. Holds the interpreter while it waits for the allocator's mutex."""
+        at = monotonic()
+        if self.backend == NATIVE:
+            statistics = self._statistics(index)
+            if self._expandable or _grew_without_segments(statistics):
+                self._expandable = True  # for good: what was once mapped may still be there
+                for family in _SEGMENT_FAMILIES:
+                    statistics.pop(family, None)
+        elif self.backend == ASYNC:
+            given = self._statistics(index)
+            statistics = {
+                family: {"all": {of: given[family]["all"][of] for of in ("current", "peak")}}
+                for family in _ASYNC_FAMILIES
+            }
+        else:
+            statistics = {}
+        return AllocatorReading(index, at, statistics)
+
+    def driver_memory(self, index: int) -> DriverMemory:
+        """The whole device's free and total; releases the interpreter, takes no allocator mutex.
+
+        Only for a used device: elsewhere the call would make a context.
+        """
+        free, total = self._torch.cuda.mem_get_info(index)
+        return DriverMemory(free, total)
+
+    def host(self) -> HostReading | None:
+        """Pinned host memory; None before torch 2.7."""
+        if self._host_statistics is None:
+            return None
+        given = self._host_statistics()
+        # 2.7 had allocated and reserved; later releases call them active and allocated.
+        for in_use, held in (("active_bytes", "allocated_bytes"), ("allocated_bytes", "reserved_bytes")):
+            if in_use in given and held in given:
+                return HostReading(given[in_use]["current"], given[held]["current"])
+        return None
+
+    def settings(self) -> AllocatorSettings:
+        """The settings in force now; once expandable segments are on, the readings after know it."""
+        settings = settings_in_force(self._torch)
+        self._expandable = self._expandable or settings.expandable_segments
+        return settings
+
+    def device(self, index: int) -> Device:
+        """The names of a used device."""
+        known = self._devices.get(index)
+        if known is None:
+            known = self._devices[index] = Device(index, f"cuda:{index}", _hardware_id(self._torch, index))
+        return known
+
+    def _is_used(self, index: int, may_read: bool) -> bool:
+        if self.backend != NATIVE or not may_read:
+            return bool(self._has_context(index))
+        reserved = self._statistics(index)["reserved_bytes"]["all"]
+        return bool(reserved["peak"] or reserved["allocated"])
+
+
+def _backend(torch: Any) -> str:
+    backend = str(torch.cuda.get_allocator_backend())
+    if backend == NATIVE and "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        return UNCACHED
+    return backend
+
+
+def _statistics_call(torch: Any, index: int) -> Callable[[int], dict[str, Any]]:
+    """The cheapest call of this release that gives the nested statistics.
+
+    From 2.13 on ``memory_stats`` keeps an entry for every private pool that ever lived: after 1,000
+    dead pools it takes 1.8 ms. The accelerator's own call leaves those out.
+    """
+    for name in ("_accelerator_getDeviceStats", "_cuda_memoryStats"):
+        call = getattr(torch._C, name, None)
+        if call is not None and _is_whole(call, index):
+            return call
+    return torch.cuda.memory_stats_as_nested_dict
+
+
+def _is_whole(call: Callable[[int], Any], index: int) -> bool:
+    try:
+        given = call(index)
+    except RuntimeError:
+        return False
+    return "reserved_bytes" in given and "num_alloc_retries" in given
+
+
+def _grew_without_segments(statistics: dict[str, Any]) -> bool:
+    """Whether memory was mapped that no cudaMalloc segment holds: expandable segments are in use.
+
+    Both figures count since the user's last reset. Before 2.4 only the settings can tell.
+    """
+    allocations = statistics.get("num_device_alloc")
+    return allocations is not None and allocations > statistics["segment"]["all"]["allocated"]
+
+
+def _hardware_id(torch: Any, index: int) -> str | None:
+    """NVML's and DCGM's name of the device, from its CUDA uuid (torch 2.4 or later, not on ROCm)."""
+    properties = torch.cuda.get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    if uuid is None or torch.version.cuda is None:
+        return None
+    kind = "MIG" if " MIG " in f" {properties.name} " else "GPU"
+    return f"{kind}-{uuid}"

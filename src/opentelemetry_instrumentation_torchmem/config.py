@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options: one frozen dataclass, from arguments or the SDK's file, the environment, the defaults.
+
+A bad value never stops the server: it is logged once, with where it came from and what is allowed, and the
+default is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+Warn = Callable[[str], object]
+
+
+class _NotAllowedError(ValueError):
+    """A value that its option does not allow; the message says what is allowed."""
+
+
+def _one_of(*allowed: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        text = value.strip().lower() if isinstance(value, str) else None
+        if text not in allowed:
+            raise _NotAllowedError(f"one of {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def _names(value: object) -> tuple[str, ...]:
+    """A comma-separated text, or a list of texts."""
+    parts: Iterable[object] = value.split(",") if isinstance(value, str) else _listed(value)
+    names = tuple(part.strip() if isinstance(part, str) else "" for part in parts)
+    if isinstance(value, str):
+        return tuple(name for name in names if name)
+    if not all(names):
+        raise _NotAllowedError("comma-separated names, or a list of names")
+    return names
+
+
+def _listed(value: object) -> Iterable[object]:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value  # pyright: ignore[reportUnknownVariableType] - of anything: each part is looked at
+    raise _NotAllowedError("comma-separated names, or a list of names")
+
+
+def _option(parse: Callable[[object], Any], default: Any, about: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "about": about})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the user chose.
+
+    Each option is a keyword of ``instrument()``, a key of the SDK's configuration file under
+    ``instrumentation/development: python: torchmem:``, the variable ``OTEL_PYTHON_TORCHMEM_<OPTION>`` and the
+    launcher's flag ``--torchmem_<option>``; an argument or the file beats the environment beats the default.
+
+    Example:
+        >>> Config.of({"sampling": "always"}, {}, print).sampling
+        'always'
+    """
+
+    sampling: str = _option(
+        _one_of("auto", "always"),
+        "auto",
+        "`auto` never reads where a reading could hang the process (a memory pool with its own allocator); "
+        "`always` reads all the same.",
+    )
+    excluded_metrics: tuple[str, ...] = _option(
+        _names, (), "Names or globs of metrics that are not made: `torch.memory.host.*`."
+    )
+
+    def excludes(self, metric: str) -> bool:
+        """Whether a metric is one of the excluded."""
+        return any(fnmatchcase(metric, pattern) for pattern in self.excluded_metrics)
+
+    @classmethod
+    def of(
+        cls, arguments: Mapping[str, object], environ: Mapping[str, str] = os.environ, warn: Warn = print
+    ) -> Config:
+        """The options in force. What is wrong is told to ``warn``, one line each, and the default used."""
+        options = {option.name: option for option in fields(cls)}
+        for name in arguments:
+            if name not in options:
+                near = get_close_matches(name, options, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                warn(
+                    f"torchmem: unknown option {name}={arguments[name]!r} from an argument or the file "
+                    f"is ignored (allowed are {', '.join(options)}){hint}"
+                )
+        known = {f"OTEL_PYTHON_TORCHMEM_{name.upper()}": name for name in options}
+        for variable in environ:
+            if variable.startswith("OTEL_PYTHON_TORCHMEM_") and variable not in known:
+                near = get_close_matches(variable, known, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                warn(
+                    f"torchmem: unknown variable {variable} is ignored (allowed are {', '.join(known)}){hint}"
+                )
+        chosen: dict[str, Any] = {}
+        for variable, name in known.items():
+            for value, origin in (
+                (arguments.get(name), "an argument or the file"),
+                (environ.get(variable), variable),
+            ):
+                if value is None or value == "":
+                    continue
+                try:
+                    chosen[name] = options[name].metadata["parse"](value)
+                except _NotAllowedError as allowed:
+                    warn(
+                        f"torchmem: {name}={value!r} from {origin} is not allowed ({allowed}); "
+                        f"the default {options[name].default!r} is used"
+                    )
+                break
+        return cls(**chosen)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package costs, what it chose not to do, and what it says only once.
+
+Knows nothing of torch or OpenTelemetry, so that every room may use it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from .package import NAME
+
+_logger = logging.getLogger(NAME)
+
+STEPS = {
+    "stats": "The allocator's statistics, one call a device.",
+    "device": "The driver's and the pinned host memory's figures.",
+}
+"""``torch.memory.telemetry.step``: value -> what it is."""
+
+REASONS = {
+    "pluggable_pool": "A reading beside a memory pool with its own allocator, which could hang the process.",
+    "error": "A part of a collection that raised; the log names it once.",
+}
+"""``torch.memory.telemetry.reason``: value -> meaning."""
+
+
+class OwnTelemetry:
+    """Totals since ``instrument()``. One owner: the instrumentor, which hands it down."""
+
+    def __init__(self) -> None:
+        # reentrant: a signal handler may interrupt the very thread that counts
+        self._lock = threading.RLock()
+        self._said: set[str] = set()
+        self.seconds: dict[str, float] = dict.fromkeys(STEPS, 0.0)
+        self.skipped: dict[str, int] = dict.fromkeys(REASONS, 0)
+
+    def spent(self, step: str, seconds: float) -> None:
+        """Add seconds to a step."""
+        with self._lock:
+            self.seconds[step] += seconds
+
+    def skip(self, reason: str) -> None:
+        """Count one thing that was not done."""
+        with self._lock:
+            self.skipped[reason] += 1
+
+    def say_once(self, key: str, message: str, *arguments: object, level: int = logging.WARNING) -> None:
+        """Log a message the first time its key comes up; from an ``except`` block, with the traceback at
+        debug level."""
+        with self._lock:
+            if key in self._said:
+                return
+            self._said.add(key)
+        _logger.log(level, message, *arguments)
+        _logger.debug("torchmem: details of %s", key, exc_info=True)
