@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/METRICS.md and docs/registry/ from the table in signals.py.
+
+python docs/generate.py          write them
+python docs/generate.py --check  exit 1, naming the files, where one is stale
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from opentelemetry_instrumentation_torchmem.signals import METRICS, Attribute, Metric
+
+DOCS = Path(__file__).parent
+SCHEMA_URL = "https://torchmem.example/schemas/torchmem/0.1.0"
+GENERATED = "Generated from signals.py by `make docs`: do not edit."
+
+
+def attributes() -> list[Attribute]:
+    """Every attribute of the table, once, in the order of its first use."""
+    return list({attribute.name: attribute for row in METRICS for attribute in row.attributes}.values())
+
+
+def metrics_page() -> str:
+    lines = [
+        f"<!-- {GENERATED} -->",
+        "# Metrics",
+        "",
+        "Everything comes from one reading of the allocator for each device and collection. A figure that",
+        "this backend, mode or release of torch cannot give is absent: never 0 for unknown.",
+        "",
+        "| metric | instrument, unit | attributes | meaning |",
+        "|---|---|---|---|",
+        *(_metric_line(row) for row in METRICS),
+        "",
+        "Device metrics are told for each device that this process has reserved memory on.",
+        "`torch.memory.host.*` needs torch 2.7 or later. Nothing is told before CUDA is initialised,",
+        "nor in a forked child that inherited an initialised CUDA.",
+        "",
+        "## Attributes",
+        "",
+        "| attribute | type | meaning | there |",
+        "|---|---|---|---|",
+        *(_attribute_line(attribute) for attribute in attributes()),
+        "",
+    ]
+    for attribute in attributes():
+        if attribute.members:
+            lines += [f"### `{attribute.name}`", "", "| value | meaning |", "|---|---|"]
+            lines += [f"| `{value}` | {meaning} |" for value, meaning in attribute.members.items()]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _metric_line(row: Metric) -> str:
+    kind = row.kind.value if not row.unit else f"{row.kind.value}, `{row.unit}`"
+    names = ", ".join(f"`{attribute.name}`" for attribute in row.attributes)
+    return f"| `{row.name}` | {kind} | {names} | {row.about} |"
+
+
+def _attribute_line(attribute: Attribute) -> str:
+    there = "always" if attribute.required == "required" else attribute.required
+    return f"| `{attribute.name}` | {attribute.type} | {attribute.about} | {there} |"
+
+
+def registry() -> dict[str, Any]:
+    """File name -> content, in the format that OpenTelemetry Weaver reads (v1)."""
+    return {
+        "manifest.yaml": {"schema_url": SCHEMA_URL},
+        "attributes.yaml": {
+            "groups": [
+                {
+                    "id": "registry.torchmem",
+                    "type": "attribute_group",
+                    "display_name": "PyTorch memory attributes",
+                    "brief": "Attributes of the memory of PyTorch's caching allocator.",
+                    "attributes": [_registry_attribute(attribute) for attribute in attributes()],
+                }
+            ]
+        },
+        "metrics.yaml": {"groups": [_registry_metric(row) for row in METRICS]},
+    }
+
+
+def _registry_attribute(attribute: Attribute) -> dict[str, Any]:
+    entry: dict[str, Any] = {"id": attribute.name}
+    if attribute.members is None:
+        entry["type"] = attribute.type
+    else:
+        entry["type"] = {"members": [_member(*member) for member in attribute.members.items()]}
+    entry |= {"brief": attribute.about, "stability": "development"}
+    if attribute.examples:
+        entry["examples"] = list(attribute.examples)
+    return entry
+
+
+def _member(value: str, meaning: str) -> dict[str, str]:
+    return {"id": value.lower(), "value": value, "brief": meaning, "stability": "development"}
+
+
+def _registry_metric(row: Metric) -> dict[str, Any]:
+    return {
+        "id": f"metric.{row.name}",
+        "type": "metric",
+        "metric_name": row.name,
+        "brief": row.about,
+        "instrument": row.kind.value,
+        "unit": row.unit,
+        "stability": "development",
+        "attributes": [{"ref": a.name, "requirement_level": _level(a)} for a in row.attributes],
+    }
+
+
+def _level(attribute: Attribute) -> str | dict[str, str]:
+    if attribute.required in ("required", "recommended", "opt_in"):
+        return attribute.required
+    return {"conditionally_required": attribute.required[0].upper() + attribute.required[1:] + "."}
+
+
+def files() -> Iterable[tuple[Path, str]]:
+    yield DOCS / "METRICS.md", metrics_page()
+    for name, content in registry().items():
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
+        yield DOCS / "registry" / name, f"# {GENERATED}\n{text}"
+
+
+def main(arguments: list[str]) -> int:
+    stale = [path for path, text in files() if not path.exists() or path.read_text() != text]
+    if arguments == ["--check"]:
+        for path in stale:
+            print(f"stale: {path.relative_to(DOCS.parent)}: run `make docs`", file=sys.stderr)
+        return 1 if stale else 0
+    for path, text in files():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
