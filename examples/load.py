@@ -14,16 +14,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import httpx
 
-IMAGE_SIDES = [256, 320, 384, 448, 512, 640, 768, 896, 1024]
+IMAGE_SIDES = range(256, 832 + 1, 64)
 CONVERSATIONS = 24
+WAVE_S = 30  # from calm to busy and back, or the whole of a shorter run
 
 
 @dataclass(frozen=True)
@@ -61,25 +63,31 @@ def spread(latencies: list[float]) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------- what is asked
 
 
-def fragment(dice: random.Random) -> Iterator[Ask]:
+def fragment(dice: random.Random, busy: Callable[[], float]) -> Iterator[Ask]:
+    """Between calm (0) and busy (1): then images are larger and conversations are many."""
     while True:
+        sides = IMAGE_SIDES[: 2 + int(busy() * len(IMAGE_SIDES))]
         if dice.random() < 0.35:
-            width, height = dice.choice(IMAGE_SIDES), dice.choice(IMAGE_SIDES)
-            yield Ask("/images", {"width": width, "height": height, "steps": 2})
+            yield Ask("/images", {"width": dice.choice(sides), "height": dice.choice(sides)})
         else:
-            turn = "word " * dice.randint(20, 500)
-            body = {"prompt": turn, "max_new_tokens": dice.randint(2, 8), "session": talk(dice)}
-            yield Ask(dice.choice(["/generate", "/generate", "/generate/stream"]), body)
+            talk = dice.randrange(4 + int(busy() * (CONVERSATIONS - 4)))
+            turn = {
+                "prompt": "word " * dice.randint(20, 400),
+                "max_new_tokens": dice.randint(2, 8),
+                "session": f"conversation {talk}",
+            }
+            yield Ask(dice.choice(["/generate", "/generate", "/generate/stream"]), turn)
 
 
-def talk(dice: random.Random) -> str:
-    return f"conversation {dice.randrange(CONVERSATIONS)}"
+def tide(waves: float) -> float:
+    """0 at the beginning of each wave, 1 in its middle."""
+    return (1 - math.cos(2 * math.pi * waves)) / 2
 
 
-def steady(dice: random.Random) -> Iterator[Ask]:
+def steady(dice: random.Random, _: Callable[[], float]) -> Iterator[Ask]:
     while True:
         if dice.random() < 0.35:
-            yield Ask("/images", {"width": 512, "height": 512, "steps": 2})
+            yield Ask("/images", {"width": 512, "height": 512})
         else:
             yield Ask("/generate", {"prompt": "word " * 100, "max_new_tokens": 4})
 
@@ -90,9 +98,11 @@ PROFILES = {"fragment": fragment, "steady": steady}
 
 
 async def drive(url: str, profile: str, seconds: float, concurrency: int, seed: int) -> Results:
-    asks = PROFILES[profile](random.Random(seed))
+    start = time.monotonic()
+    end = start + seconds
+    wave_s = min(WAVE_S, seconds)
+    asks = PROFILES[profile](random.Random(seed), lambda: tide((time.monotonic() - start) / wave_s))
     results = Results()
-    end = time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
 
         async def worker() -> None:
