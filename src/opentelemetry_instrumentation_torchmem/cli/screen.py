@@ -43,6 +43,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _WIDE, _NARROW = 162, 76
 """Widths from which a device's figures take one row, or below which they take six."""
+_TABLE_EXTRA = 4  # a blank line, the columns' names, a blank line, the legend
 _ALERT = "bold red"
 _QUIET = "dim"
 
@@ -191,11 +192,14 @@ def frame(view: BoardView, header: Header, width: int, height: int) -> Renderabl
     rows = [(process, device) for process in view.processes for device in process.devices]
     if not rows:
         return Group(*lines, Text(), *_waiting(view, header))
-    notes = _notes(view, header)
+    notes = _notes(view, header, 0)
     blocks = [line for process, device in rows for line in (Text(), *_block(process, device, width))]
     if len(lines) + len(blocks) + len(notes) <= height:
         return Group(*lines, *blocks, *notes)
-    room = max(1, height - len(lines) - len(notes) - 4)
+    room = max(1, height - len(lines) - len(notes) - _TABLE_EXTRA)
+    if len(rows) > room:
+        room = max(1, height - len(lines) - 2 - _TABLE_EXTRA)
+        notes = _notes(view, header, len(rows) - room)
     return Group(*lines, *_table(rows, width, room), *notes)
 
 
@@ -249,13 +253,16 @@ def _waiting(view: BoardView, header: Header) -> Iterator[Text]:
     yield Text("The SDK's own export interval is a minute.", _QUIET)
 
 
-def _notes(view: BoardView, header: Header) -> list[Text]:
+def _notes(view: BoardView, header: Header, hidden: int) -> list[Text]:
+    """What the screen does not show, as a blank line and one more; nothing where it shows all."""
     notes: list[str] = []
+    if hidden:
+        notes.append(f"{hidden} calmer not shown")
     if view.dropped:
-        notes.append(f"{view.dropped} more processes dropped: see --max-processes")
+        notes.append(f"{view.dropped} processes dropped (--max-processes)")
     if header.refused:
-        notes.append(f"{header.refused} requests refused: the senders' logs say why")
-    return [Text(), Text(" · ".join(notes), "bold")] if notes else []
+        notes.append(f"{header.refused} requests refused (see the senders' logs)")
+    return [Text(), Text(" · ".join(notes), "bold", no_wrap=True, overflow="ellipsis")] if notes else []
 
 
 def _block(process: ProcessView, device: DeviceView, width: int) -> Iterator[Text]:
@@ -406,8 +413,6 @@ def _table(rows: Sequence[tuple[ProcessView, DeviceView]], width: int, room: int
         glyph, style = _LOOKS[state]
         legend.append(glyph, style)
         legend.append(f" {state.replace('_', ' ')}  ", _QUIET)
-    if len(rows) > room:
-        legend.append(f"{len(rows) - room} calmer not shown", "bold")
     yield legend
 
 

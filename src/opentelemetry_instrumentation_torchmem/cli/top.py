@@ -38,8 +38,9 @@ grew over the last minutes. Start it, then in another terminal:
   opentelemetry-instrument --metrics_exporter otlp --metric_export_interval 2000 python app.py
 
 Traces and logs are answered and thrown away; metrics it does not know are ignored. A process silent for
-three of its export intervals, at least {GONE_AFTER:.0f} s, shows as gone; after {FORGET_AFTER:.0f} s more
-it leaves. A dash is a figure that was not sent. It ends on Ctrl-C, on SIGTERM or after --duration, with a summary.
+three of its export intervals, at least {GONE_AFTER:.0f} s, shows as gone; after {FORGET_AFTER:.0f} s more it
+leaves. A dash is a figure that was not sent. It ends on Ctrl-C, on SIGTERM or after --duration, with a
+summary.
 """
 
 _REFRESH_SECONDS = 0.5
