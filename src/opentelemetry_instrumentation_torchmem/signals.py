@@ -24,7 +24,7 @@ class Attribute:
     """``string``, ``int``, ``double`` or ``boolean``."""
     members: Mapping[str, str] | None = None
     """For an enumeration: value -> meaning."""
-    examples: tuple[str | int | float, ...] = ()
+    examples: tuple[str | int | float | tuple[str, ...], ...] = ()
     required: str = "required"
     """The requirement level on the signals that carry it; or in words, when it is there."""
 
@@ -35,6 +35,7 @@ class Kind(Enum):
     COUNTER = "counter"
     UP_DOWN_COUNTER = "updowncounter"
     GAUGE = "gauge"
+    HISTOGRAM = "histogram"
 
 
 class Per(Enum):
@@ -48,6 +49,8 @@ class Per(Enum):
     """The process's allocator: a ``Collection``."""
     PACKAGE = "package"
     """This package's own work: ``OwnTelemetry``."""
+    TARGET = "target"
+    """Each target's requests in flight: their number."""
 
 
 Figure = int | float | Mapping[str, int] | Mapping[str, float] | None
@@ -72,9 +75,30 @@ class Metric:
     @property
     def attributes(self) -> tuple[Attribute, ...]:
         """Every attribute that a point of this metric may carry."""
-        device = (DEVICE, HARDWARE_ID) if self.per is Per.DEVICE else ()
         by = () if self.by is None else (self.by,)
-        return (*device, *by, *(attribute for attribute, _ in self.also))
+        return (*CARRIED.get(self.per, ()), *by, *(attribute for attribute, _ in self.also))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetric:
+    """A row for a metric that is recorded once for a request, inside its span: exemplars carry the trace."""
+
+    name: str
+    kind: Kind
+    unit: str
+    about: str
+    attributes: tuple[Attribute, ...]
+    boundaries: tuple[float, ...] | None = None
+    """Of a histogram's buckets, in its unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A row for a span."""
+
+    name: str
+    about: str
+    attributes: tuple[Attribute, ...]
 
 
 DEVICE = Attribute("torch.device", "The device as torch names it.", examples=("cuda:0",))
@@ -146,6 +170,114 @@ GC_THRESHOLD = Attribute(
     required="when the option is set",
 )
 
+OPERATION = Attribute(
+    "torch.operation",
+    "What the call does: the target's operation or the name the user gave.",
+    examples=("generate", "forward", "step", "rerank"),
+)
+FUNCTION = Attribute(
+    "code.function.name",
+    "The target: the function that is measured, fully qualified.",
+    examples=("transformers.GenerationMixin.generate",),
+    required="when the target is a function: a `with track(...)` block is none",
+)
+ERROR_TYPE = Attribute(
+    "error.type",
+    "The class of the exception that ended the call.",
+    examples=("OutOfMemoryError",),
+    required="when the call failed",
+)
+_ON_A_DEVICE = "when the process has reserved memory on a device"
+_COUNTED = "when the backend counts, and the user's code did not reset the counters meanwhile"
+DEVICES = Attribute(
+    "torch.device",
+    "The device as torch names it; on a span that touched several, all of them with commas between.",
+    examples=("cuda:0", "cuda:0,cuda:1"),
+    required=_ON_A_DEVICE,
+)
+EXCLUSIVE = Attribute(
+    "torch.memory.exclusive",
+    "Whether no other request was open during this one: what happened, it did.",
+    "boolean",
+    required=_ON_A_DEVICE,
+)
+CONCURRENT = Attribute(
+    "torch.memory.requests.concurrent",
+    "The most requests that were open at one time during this one, itself included.",
+    "int",
+    examples=(1, 4),
+    required=_ON_A_DEVICE,
+)
+
+
+def _bytes(name: str, about: str, required: str = _ON_A_DEVICE) -> Attribute:
+    return Attribute(name, about, "int", examples=(20971520,), required=required)
+
+
+def _count(name: str, about: str) -> Attribute:
+    return Attribute(name, about, "int", examples=(1,), required=_COUNTED)
+
+
+RESERVED_BEFORE = _bytes("torch.memory.reserved.before", "Bytes held from the driver when the call began.")
+RESERVED_DELTA = _bytes("torch.memory.reserved.delta", "How they changed during the call.")
+ALLOCATED_BEFORE = _bytes("torch.memory.allocated.before", "Bytes in tensors when the call began.")
+ALLOCATED_DELTA = _bytes(
+    "torch.memory.allocated.delta", "How they changed during the call.", "when the call was exclusive"
+)
+PEAK_GROWTH = _bytes(
+    "torch.memory.peak_growth",
+    "How far the process's peak of allocated bytes rose during the call.",
+    "when the call was exclusive and a new peak happened in it",
+)
+RETRIES = _count("torch.memory.allocation.retries", "The allocator's retries on the device during the call.")
+OOMS = _count("torch.memory.ooms", "Out of memory errors on the device during the call.")
+DEVICE_ALLOCATIONS = _count(
+    "torch.memory.device.allocations", "Requests of memory to the driver during the call."
+)
+DEVICE_SYNCS = _count("torch.memory.device.syncs", "Waits for all streams during the call.")
+TURNOVER = _count("torch.memory.turnover", "Bytes handed out on the device during the call.")
+FRAGMENTATION = Attribute(
+    "torch.memory.fragmentation",
+    "The trapped share of what is held when the call ended.",
+    "double",
+    examples=(0.12,),
+    required="when it can be known: not under expandable segments",
+)
+RESERVED_BY_DEVICE = Attribute(
+    "torch.memory.reserved.delta_by_device",
+    "The change of reserved on each device, `device=bytes`.",
+    "string[]",
+    examples=(("cuda:0=20971520", "cuda:1=0"),),
+    required="when several devices were touched and differ",
+)
+ALLOCATED_BY_DEVICE = Attribute(
+    "torch.memory.allocated.delta_by_device",
+    "The change of allocated on each device, `device=bytes`.",
+    "string[]",
+    examples=(("cuda:0=20971520", "cuda:1=0"),),
+    required="when several devices were touched and differ, and the call was exclusive",
+)
+SHAPES = Attribute(
+    "torch.input.shapes",
+    "The shapes of the first tensors among the arguments: never a value.",
+    "string[]",
+    examples=(("1x2048",),),
+    required="when there are tensors among the arguments",
+)
+DTYPES = Attribute(
+    "torch.input.dtypes",
+    "Their types, in the same order.",
+    "string[]",
+    examples=(("int64",),),
+    required="when there are tensors among the arguments",
+)
+
+CARRIED: Mapping[Per, tuple[Attribute, ...]] = {
+    Per.DEVICE: (DEVICE, HARDWARE_ID),
+    Per.TARGET: (OPERATION, FUNCTION),
+}
+"""The attributes that every point of a kind of metric carries."""
+
 
 def _total(name: str) -> Callable[[Any], Figure]:
     """A counter's row reads the monotonic total, not the figure that the user's reset makes fall."""
@@ -212,6 +344,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("torch.memory.turnover", Kind.COUNTER, "By", "Bytes handed out.", _total("turnover")),
     Metric("torch.memory.reading.age", Kind.GAUGE, "s",
            "How old the reading is that this cycle's points of the device come from.", lambda d: d.age),
+    # requests
+    Metric("torch.memory.requests.active", Kind.UP_DOWN_COUNTER, "{request}",
+           "Requests in flight.", lambda count: count, per=Per.TARGET),
     # the host
     Metric("torch.memory.host.allocated", Kind.UP_DOWN_COUNTER, "By",
            "Pinned host memory in tensors.", lambda h: h.allocated, per=Per.HOST),
@@ -237,3 +372,38 @@ METRICS: tuple[Metric, ...] = (
            "What this package chose not to do, or could not.",
            lambda t: t.skipped, per=Per.PACKAGE, by=REASON),
 )  # fmt: skip
+
+_SIZES = (0.0, *(float(2**power) for power in range(20, 37)))
+"""0, then 1 MiB to 64 GiB in powers of two."""
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+REQUEST_DURATION = RequestMetric(
+    "torch.memory.request.duration", Kind.HISTOGRAM, "s",
+    "How long requests took.", (OPERATION, FUNCTION, EXCLUSIVE, ERROR_TYPE), _SECONDS,
+)  # fmt: skip
+REQUEST_RESERVED_GROWTH = RequestMetric(
+    "torch.memory.request.reserved_growth", Kind.HISTOGRAM, "By",
+    "How far reserved grew during a request, 0 where it did not. A sum is exact over the exclusive ones.",
+    (OPERATION, FUNCTION, EXCLUSIVE), _SIZES,
+)  # fmt: skip
+REQUEST_PEAK_GROWTH = RequestMetric(
+    "torch.memory.request.peak_growth", Kind.HISTOGRAM, "By",
+    "How far the peak of allocated bytes rose during an exclusive request, 0 where it did not.",
+    (OPERATION, FUNCTION, EXCLUSIVE), _SIZES,
+)  # fmt: skip
+REQUEST_RETRIES = RequestMetric(
+    "torch.memory.request.retries", Kind.COUNTER, "{retry}",
+    "Retries inside requests' windows: requests that overlap each count the same retry.",
+    (OPERATION, FUNCTION),
+)  # fmt: skip
+REQUEST_METRICS = (REQUEST_DURATION, REQUEST_RESERVED_GROWTH, REQUEST_PEAK_GROWTH, REQUEST_RETRIES)
+
+REQUEST_SPAN = Span(
+    "torch.request",
+    "One call of a target: INTERNAL, named `{torch.operation} {class}`. In the mode `enrich` the attributes "
+    "go on the current span, and several calls under it add up.",
+    (OPERATION, FUNCTION, DEVICES, RESERVED_BEFORE, RESERVED_DELTA, RESERVED_BY_DEVICE, ALLOCATED_BEFORE,
+     ALLOCATED_DELTA, ALLOCATED_BY_DEVICE, PEAK_GROWTH, RETRIES, OOMS, DEVICE_ALLOCATIONS, DEVICE_SYNCS,
+     TURNOVER, FRAGMENTATION, CONCURRENT, EXCLUSIVE, SHAPES, DTYPES, ERROR_TYPE),
+)  # fmt: skip
+SPANS = (REQUEST_SPAN,)

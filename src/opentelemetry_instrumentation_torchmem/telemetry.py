@@ -21,6 +21,11 @@ STEPS = {
 
 REASONS = {
     "pluggable_pool": "A reading beside a memory pool with its own allocator, which could hang the process.",
+    "sampling": "A reading that `sampling=request` left to the requests.",
+    "hook": "A request or response hook of the user's that raised.",
+    "request": "A request that could not be measured, or an attribute of it: the log names it once.",
+    "target": "A target that is not there, or cannot be wrapped.",
+    "overflow": "A request counted under `other`: too many targets.",
     "error": "A part of a collection that raised; the log names it once.",
 }
 """``torch.memory.telemetry.reason``: value -> meaning."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
+from threading import get_ident
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from .pools import PoolWatch
 from .reading import AllocatorReading, DeviceState, HostReading, external
 from .settings import AllocatorSettings
 from .source import Device, Source, initialised_torch
+from .windows import OpenWindows
 
 COUNTERS = (
     "retries",
@@ -40,20 +42,29 @@ class Collection:
 
 
 class Sampler:
-    """Takes the readings of a collection. Long-lived, one owner: the instrumentor."""
+    """Takes the readings of a collection and of requests. Long-lived, one owner: the instrumentor."""
 
     def __init__(
         self,
         telemetry: OwnTelemetry,
         pools: PoolWatch,
+        windows: OpenWindows,
         *,
         sampling: str = "auto",
+        max_reading_age: float = 15.0,
     ) -> None:
         self._telemetry = telemetry
         self._pools = pools
-        self._always = sampling == "always"
+        self._windows = windows
+        self._sampling = sampling
+        self._max_age = max_reading_age
         self._source: Source | None = None
         self._totals: dict[int, Totals] = {}
+        self._latest: dict[int, AllocatorReading] = {}
+        self._external: dict[int, tuple[int | None, int]] = {}
+        self._request_devices: list[int] = []
+        self._looked_at = -inf
+        self._sole_reader: int | None = None
 
     def source(self) -> Source | None:
         """The source, or None while this process has no CUDA of its own to read."""
@@ -64,15 +75,38 @@ class Sampler:
             self._source = Source(torch)
         return self._source
 
+    def request_readings(self) -> list[AllocatorReading]:
+        """A reading of each used device, on the thread of a request; empty where there is nothing to read."""
+        source = self.source()
+        if source is None or (self._pools.suspect and not self._is_sole_reader()):
+            return []
+        now = monotonic()
+        if now - self._looked_at > 1.0:  # not at each request: an unused device costs a call too
+            self._request_devices = source.used_devices()
+            self._looked_at = now
+        readings = [source.read(index) for index in self._request_devices]
+        for reading in readings:
+            self._latest[reading.device] = reading
+        return readings
+
+    def devices(self, readings: list[AllocatorReading]) -> list[Device]:
+        """The devices that readings are of."""
+        source = self._source
+        return [] if source is None else [source.device(reading.device) for reading in readings]
+
     def collect(self) -> Collection | None:
-        """Read every used device, or None while there is nothing that may be read."""
+        """What is known of every used device, or None while there is nothing that may be read."""
         source = self.source()
         if source is None:
             return None
         settings = source.settings()  # first: the readings after it know whether segments are expandable
-        may_read = self._always or not self._pools.suspect
+        may_read = self._may_read()
         devices: list[tuple[Device, DeviceState]] = []
-        for index in source.used_devices(may_read):
+        # looking for newly used devices reads them: not beside a request, which has looked itself
+        used = source.used_devices(look=may_read and not self._windows.count)
+        if not used and self._pools.suspect:
+            self._telemetry.skip("pluggable_pool")
+        for index in used:
             state = self._attempt(self._state, source, index, may_read)
             if state is not None:
                 devices.append((source.device(index), state))
@@ -81,25 +115,72 @@ class Sampler:
         self._telemetry.spent("device", perf_counter() - began)
         return Collection(source.version, source.backend, settings, tuple(devices), host)
 
+    def _may_read(self) -> bool:
+        """Whether a collection may read for itself at all. Beside a pool whose allocator may need the
+        interpreter it would hang the process."""
+        if self._sampling == "always":
+            return True
+        return self._sampling == "auto" and not self._pools.suspect
+
+    def _is_sole_reader(self) -> bool:
+        """Beside such a pool only one thread reads, the first that opened a window since: it cannot be
+        inside the allocator at the same time."""
+        if self._sampling == "always":
+            return True
+        if self._sole_reader is None:
+            self._sole_reader = get_ident()
+        if self._sole_reader == get_ident():
+            return True
+        self._telemetry.skip("pluggable_pool")
+        return False
+
     def _state(self, source: Source, index: int, may_read: bool) -> DeviceState:
+        latest = self._latest.get(index)
+        if latest is not None and self._serves(latest, may_read):
+            used_elsewhere, limit = self._external.get(index) or (
+                None,
+                self._driver(source, index, latest)[1],
+            )
+            return self._device_state(latest, limit, used_elsewhere)
+        if not may_read:
+            self._telemetry.skip("pluggable_pool" if self._pools.suspect else "sampling")
+            nothing = AllocatorReading(index, monotonic(), {})
+            return self._device_state(nothing, self._driver(source, index, nothing)[1], None)
         began = perf_counter()
-        if may_read:
-            reading = source.read(index)
-        else:
-            self._telemetry.skip("pluggable_pool")
-            reading = AllocatorReading(index, monotonic(), {})
-        read = perf_counter()
+        reading = self._latest[index] = source.read(index)
+        self._telemetry.spent("stats", perf_counter() - began)
+        used_elsewhere, limit = self._external[index] = self._driver(source, index, reading)
+        return self._device_state(reading, limit, used_elsewhere)
+
+    def _serves(self, latest: AllocatorReading, may_read: bool) -> bool:
+        """Whether a request's reading serves a collection.
+
+        While requests are in flight it must, unless it is too old: a reading of one's own would wait for
+        the allocator with the interpreter in hand whenever a request is inside the driver.
+        """
+        if self._sampling == "always":
+            return False
+        return monotonic() - latest.at <= self._max_age and (self._windows.count > 0 or not may_read)
+
+    def _driver(self, source: Source, index: int, reading: AllocatorReading) -> tuple[int | None, int]:
+        """What others use on the device, and its limit, from the driver right after a reading.
+
+        Kept for the collections that a request's reading serves: from a reading and a driver's figure of
+        different times, what the allocator won in between would look like somebody else's.
+        """
+        began = perf_counter()
         driver = source.driver_memory(index)
-        done = perf_counter()
-        self._telemetry.spent("stats", read - began)
-        self._telemetry.spent("device", done - read)
-        totals = self._totals.setdefault(index, Totals())
+        self._telemetry.spent("device", perf_counter() - began)
+        return external(reading, driver), driver.total
+
+    def _device_state(self, reading: AllocatorReading, limit: int, used_elsewhere: int | None) -> DeviceState:
+        totals = self._totals.setdefault(reading.device, Totals())
         return DeviceState(
             reading=reading,
             age=max(0.0, monotonic() - reading.at),
             totals=totals.of(reading),
-            limit=driver.total,
-            external=external(reading, driver),
+            limit=limit,
+            external=used_elsewhere,
         )
 
     def _attempt(self, part: Callable[..., Any], *arguments: Any) -> Any:

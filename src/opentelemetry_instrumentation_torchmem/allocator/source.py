@@ -64,12 +64,13 @@ class Source:
         self._devices: dict[int, Device] = {}
         self._expandable = False
 
-    def used_devices(self, may_read: bool = True) -> list[int]:
-        """Devices this process has ever reserved memory on; those it has a context on where the
-        statistics cannot tell or may not be read."""
-        for index in range(self._count):
-            if index not in self._used and self._is_used(index, may_read):
-                self._used.add(index)
+    def used_devices(self, look: bool = True) -> list[int]:
+        """Devices this process has ever reserved memory on, or has a context on where the backend keeps
+        no statistics. Without ``look`` those known by now: nothing is read."""
+        if look:
+            self._used.update(
+                index for index in range(self._count) if index not in self._used and self._is_used(index)
+            )
         return sorted(self._used)
 
     def read(self, index: int) -> AllocatorReading:
@@ -124,8 +125,8 @@ class Source:
             known = self._devices[index] = Device(index, f"cuda:{index}", _hardware_id(self._torch, index))
         return known
 
-    def _is_used(self, index: int, may_read: bool) -> bool:
-        if self.backend != NATIVE or not may_read:
+    def _is_used(self, index: int) -> bool:
+        if self.backend != NATIVE:
             return bool(self._has_context(index))
         reserved = self._statistics(index)["reserved_bytes"]["all"]
         return bool(reserved["peak"] or reserved["allocated"])

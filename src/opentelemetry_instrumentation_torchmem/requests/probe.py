@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One handle for each measured call: ``begin`` -> ``stop``, ``fail`` or ``abandon``.
+
+Two readings and arithmetic on the caller's thread, then a span and four records. A fault of ours never
+reaches the caller: each entry guards itself once, as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import Token
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from time import perf_counter, time_ns
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from opentelemetry import trace
+from opentelemetry.context import (
+    _SUPPRESS_INSTRUMENTATION_KEY,  # pyright: ignore[reportPrivateUsage] - as instrumentation.utils has it
+    Context,
+    attach,
+    create_key,
+    get_current,
+    set_value,
+)
+from opentelemetry.trace import INVALID_SPAN, Span, Status, StatusCode
+
+from .. import signals
+from ..allocator.reading import AllocatorReading
+from ..allocator.sampler import Sampler
+from ..allocator.windows import NOTHING_KNOWN, Change, OpenWindows, Window, change, followed, total
+from ..telemetry import OwnTelemetry
+from .shapes import described
+
+Labels = dict[str, str | bool]
+Hook = Callable[..., object]
+Records = Mapping[str, Any]
+"""The synchronous instruments by the names of their rows."""
+
+_PROBE = create_key("torchmem-probe")
+_SUPPRESSED = "suppress_instrumentation"
+_NO_KEYWORDS: Mapping[str, Any] = {}
+MAX_TARGETS = 200
+"""Label sets of targets; what comes later counts under the operation ``other``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is measured, and how."""
+
+    function: str | None
+    """``code.function.name``: fully qualified; None for a block."""
+    operation: str
+    """``torch.operation``: generate, forward, step, or the name the user gave."""
+    span: str = "new"
+    """``new`` span, ``enrich`` the current one, or ``off``: metrics alone."""
+    nested: bool = False
+    """Whether it is measured inside another measured call too."""
+    iterator: bool = False
+    """Whether an iterator that it returns is followed to its end, as generators always are."""
+
+
+class Requests:
+    """Measures calls, from one ``instrument()`` to its ``uninstrument()``. Owner: the instrumentor."""
+
+    def __init__(
+        self,
+        tracer: trace.Tracer,
+        records: Records,
+        sampler: Sampler,
+        windows: OpenWindows,
+        telemetry: OwnTelemetry,
+        *,
+        awake: Callable[[], tuple[bool, bool]],
+        request_hook: Hook | None = None,
+        response_hook: Hook | None = None,
+    ) -> None:
+        self.telemetry = telemetry
+        self._tracer = tracer
+        self._records = records
+        self._sampler = sampler
+        self._windows = windows
+        self._awake = awake
+        self._traced = self._metered = False
+        self._request_hook = request_hook
+        self._response_hook = response_hook
+        self._closed = False
+        self._abandoned: SimpleQueue[Probe] = SimpleQueue()
+        self._series: dict[tuple[str, str | None], _Series] = {}
+        self._enriched: WeakKeyDictionary[Span, _Story] = WeakKeyDictionary()
+
+    def begin(
+        self,
+        target: Target,
+        name: str,
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] = _NO_KEYWORDS,
+    ) -> Probe | None:
+        """A probe of a call that starts now, its context attached; None where nothing is wanted.
+
+        ``name`` is the span's. Never raises.
+        """
+        probe = None
+        try:
+            if self._closed:
+                return None
+            traced, metered = self._traced, self._metered
+            if not (traced and metered):
+                traced, metered = self._traced, self._metered = self._awake()
+                if not (traced or metered):
+                    return None
+            context = get_current()
+            if context.get(_SUPPRESS_INSTRUMENTATION_KEY) or context.get(_SUPPRESSED):
+                return None
+            outer: Any = context.get(_PROBE)
+            nested = outer is not None and outer.open
+            if nested and not target.nested:
+                return None
+            mode = target.span
+            span = INVALID_SPAN
+            if traced and mode != "off":
+                if mode == "new":
+                    span = self._tracer.start_span(name, context, attributes=self.series(target).labels)
+                else:
+                    span = trace.get_current_span(context)
+            recording = span.is_recording()
+            if not recording and not metered:
+                if mode != "new" or trace.get_current_span(context) is not INVALID_SPAN:
+                    return None  # what comes under the dropped parent is dropped as well
+                probe = Probe(self, target, span, trace.set_span_in_context(span, context))
+                probe.enter()
+                return probe
+            if not self._abandoned.empty():
+                self.drain()
+            if mode == "new":
+                context = trace.set_span_in_context(span, context)
+            probe = Probe(self, target, span, context)
+            probe.measure(set_value(_PROBE, probe, context), recording, nested)
+            if recording:
+                self._describe(probe, arguments, keywords)
+            return probe
+        except Exception as error:
+            self.fault(target, error)
+            if probe is not None:
+                probe.stop()
+            return None
+
+    def series(self, target: Target) -> _Series:
+        """The label set of a target; of ``other`` beyond ``MAX_TARGETS``."""
+        key = (target.operation, target.function)
+        known = self._series.get(key)
+        if known is not None:
+            return known
+        if len(self._series) >= MAX_TARGETS:
+            self.telemetry.skip("overflow")
+            key = ("other", None)
+        return self._series.setdefault(key, _Series(*key))
+
+    def active(self) -> Iterable[tuple[int, Labels]]:
+        """Each target's requests in flight, with its labels."""
+        counts = self._windows.by_key
+        return [(counts.get(series, 0), series.labels) for series in tuple(self._series.values())]
+
+    def before_collection(self) -> None:
+        """What each collection needs of us: ended streams ended, and counters that start at 0."""
+        self.drain()
+        retries = self._records[signals.REQUEST_RETRIES.name] if self._metered or self._awake()[1] else None
+        for series in tuple(self._series.values()):
+            if retries is not None and not series.zeroed:
+                series.zeroed = True
+                retries.add(0, series.labels)  # a first retry must be an increase
+
+    def drain(self) -> None:
+        """Finish what was abandoned in a finalizer, where nothing may be recorded or locked."""
+        while True:
+            try:
+                probe = self._abandoned.get_nowait()
+            except Empty:
+                return
+            self.finish(probe, None, None)
+
+    def abandoned(self, probe: Probe) -> None:
+        """Take a probe from a finalizer: takes no lock that this thread may hold already."""
+        self._abandoned.put(probe)
+
+    def close(self) -> None:
+        """Measure nothing that begins from now on; what is in flight ends as it would have."""
+        self._closed = True
+        self.drain()
+
+    def readings(self) -> list[AllocatorReading]:
+        """A reading of each used device, now, on this thread."""
+        return self._sampler.request_readings()
+
+    def open_window(self, target: Target, nested: bool) -> Window:
+        """A window from now on."""
+        return self._windows.open(self.series(target), nested)
+
+    def finish(self, probe: Probe, error: BaseException | None, result: object) -> None:
+        """The end of a call, once: its span told and ended, its metrics recorded. Never raises."""
+        target, span = probe.target, probe.span
+        try:
+            if probe.window is None:
+                return
+            concurrent = self._windows.close(probe.window)
+            changes, names = self._changes(probe)
+            whole = total(changes) if changes else NOTHING_KNOWN
+            failure = type(error).__qualname__ if isinstance(error, Exception) else None
+            if probe.recording and span.is_recording():
+                story = _Story(names, changes, whole, concurrent)
+                if target.span == "enrich":
+                    story = self._told_before(span, story)
+                attributes = story.attributes()
+                if failure is not None and target.span == "new":
+                    attributes[signals.ERROR_TYPE.name] = failure
+                span.set_attributes(attributes)
+                if self._response_hook is not None:
+                    self._hook(self._response_hook, "response_hook", span, target.operation, result)
+                if isinstance(error, Exception) and target.span == "new":
+                    span.record_exception(error)
+                    span.set_status(Status(StatusCode.ERROR, f"{failure}: {error}"))
+            if self._metered:
+                self._record(probe, whole, concurrent == 1 if changes else None, failure)
+        except Exception as fault:
+            self.fault(target, fault)
+        finally:
+            if target.span == "new":
+                span.end(probe.ended_at)
+
+    def _changes(self, probe: Probe) -> tuple[list[Change], list[str]]:
+        before, after = probe.before, probe.after
+        if len(before) == 1 == len(after) and before[0].device == after[0].device:
+            pairs = [(before[0], after[0])]
+        else:
+            later = {reading.device: reading for reading in after}
+            pairs = [(reading, later[reading.device]) for reading in before if reading.device in later]
+        changes = [change(earlier, later) for earlier, later in pairs]
+        names = [device.name for device in self._sampler.devices([later for _, later in pairs])]
+        return changes, names
+
+    def _told_before(self, span: Span, story: _Story) -> _Story:
+        """This call's story added to what earlier calls under the same span told."""
+        known = self._enriched.get(span)
+        self._enriched[span] = story = story if known is None else known.then(story)
+        return story
+
+    def _record(self, probe: Probe, whole: Change, exclusive: bool | None, failure: str | None) -> None:
+        series, context, records = self.series(probe.target), probe.context, self._records
+        labels = series.by_exclusive[exclusive]
+        timed = labels if failure is None else {**labels, signals.ERROR_TYPE.name: failure}
+        records[signals.REQUEST_DURATION.name].record(probe.ended - probe.began, timed, context)
+        if whole.reserved_delta is not None:
+            growth = max(0, whole.reserved_delta)
+            records[signals.REQUEST_RESERVED_GROWTH.name].record(growth, labels, context)
+        if exclusive and whole.peak_growth is not None:
+            records[signals.REQUEST_PEAK_GROWTH.name].record(whole.peak_growth, labels, context)
+        if whole.retries:
+            records[signals.REQUEST_RETRIES.name].add(whole.retries, series.labels, context)
+
+    def _describe(self, probe: Probe, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        shapes, dtypes = described(arguments, keywords)
+        if shapes:
+            probe.span.set_attributes({signals.SHAPES.name: shapes, signals.DTYPES.name: dtypes})
+        if self._request_hook is not None:
+            self._hook(
+                self._request_hook, "request_hook", probe.span, probe.target.operation, arguments, keywords
+            )
+
+    def _hook(self, hook: Hook, name: str, *arguments: object) -> None:
+        try:
+            hook(*arguments)
+        except Exception as error:
+            self.telemetry.skip("hook")
+            self.telemetry.say_once(name, "torchmem: %s %r raised and is passed over: %r", name, hook, error)
+
+    def fault(self, target: Target, error: Exception) -> None:
+        """A fault of ours: counted, told once for each target and kind, and kept from the caller."""
+        self.telemetry.skip("request")
+        self.telemetry.say_once(
+            f"request {target} {type(error)}",
+            "torchmem: a call of %s could not be measured: %r",
+            target.function or target.operation,
+            error,
+        )
+
+
+class _Series:
+    """The labels of one target's metrics, made once."""
+
+    __slots__ = ("by_exclusive", "labels", "zeroed")
+
+    def __init__(self, operation: str, function: str | None) -> None:
+        self.labels: Labels = {signals.OPERATION.name: operation}
+        if function is not None:
+            self.labels[signals.FUNCTION.name] = function
+        exclusive = signals.EXCLUSIVE.name
+        self.by_exclusive: Mapping[bool | None, Labels] = {
+            None: self.labels,
+            True: {**self.labels, exclusive: True},
+            False: {**self.labels, exclusive: False},
+        }
+        self.zeroed = False
+
+
+class Probe:
+    """The handle of one call. ``stop``, ``fail`` and ``abandon`` are its only exits; the first one counts."""
+
+    __slots__ = (
+        "_requests",
+        "_token",
+        "after",
+        "began",
+        "before",
+        "context",
+        "ended",
+        "ended_at",
+        "open",
+        "recording",
+        "span",
+        "target",
+        "window",
+    )
+
+    def __init__(self, requests: Requests, target: Target, span: Span, context: Context) -> None:
+        self._requests = requests
+        self.target = target
+        self.span = span
+        self.open = True
+        self.recording = False
+        self.window: Window | None = None
+        self.before: list[AllocatorReading] = []
+        self.after: list[AllocatorReading] = []
+        self.ended_at: int | None = None
+        self.began = self.ended = 0.0
+        self.context = context
+        self._token: Token[Context] | None = None
+
+    def measure(self, context: Context, recording: bool, nested: bool) -> None:
+        """Open the window, take the readings before, and make the context current."""
+        self.context = context
+        self.recording = recording
+        self.window = self._requests.open_window(self.target, nested)
+        self.before = self._requests.readings()
+        self.began = perf_counter()
+        self.enter()
+
+    def enter(self) -> None:
+        """Make the call's context current on this thread or task."""
+        self._token = attach(self.context)
+
+    def leave(self) -> None:
+        """Make the caller's context current again, and keep the call's as it is now for the next step."""
+        token = self._token
+        if token is None:
+            return
+        self._token = None
+        current = get_current()
+        try:
+            token.var.reset(token)
+            self.context = current
+        except ValueError:  # left on another thread or task than entered: that one's context ends with it
+            pass
+
+    def stop(self, result: object = None) -> None:
+        """The call has returned."""
+        self._end(None, result)
+
+    def fail(self, error: BaseException) -> None:
+        """The call has raised; a ``GeneratorExit`` means that a stream was given up."""
+        if isinstance(error, GeneratorExit):
+            self.abandon()
+        else:
+            self._end(error, None)
+
+    def abandon(self) -> None:
+        """The call was given up in a finalizer, perhaps in the middle of the SDK on this very thread:
+        take no lock, record nothing, end nothing; it is finished at the next call or collection."""
+        if not self.open:
+            return
+        self.open = False
+        self.leave()
+        self._mark_end()
+        self._requests.abandoned(self)
+
+    def _end(self, error: BaseException | None, result: object) -> None:
+        if not self.open:
+            return
+        self.open = False
+        self.leave()
+        self._mark_end()
+        self._requests.finish(self, error, result)
+
+    def _mark_end(self) -> None:
+        self.ended = perf_counter()
+        self.ended_at = time_ns()
+        if self.window is None:
+            return
+        try:
+            self.after = self._requests.readings()
+        except Exception as error:
+            self._requests.fault(self.target, error)
+
+    def __del__(self) -> None:
+        if self.open:  # a stream that nobody started, or whose loop has closed
+            self.abandon()
+
+
+class _Story:
+    """What a span says of one call, or of several under it."""
+
+    __slots__ = ("changes", "concurrent", "devices", "whole")
+
+    def __init__(self, devices: list[str], changes: list[Change], whole: Change, concurrent: int) -> None:
+        self.devices = devices
+        self.changes = changes
+        self.whole = whole
+        self.concurrent = concurrent
+
+    def then(self, later: _Story) -> _Story:
+        """Two calls one after another: what happened adds up, from the first one's start."""
+        merged = {
+            name: followed(self.changes[self.devices.index(name)], change_)
+            if name in self.devices
+            else change_
+            for name, change_ in zip(later.devices, later.changes, strict=True)
+        }
+        for name, change_ in zip(self.devices, self.changes, strict=True):
+            merged.setdefault(name, change_)
+        changes = list(merged.values())
+        whole = total(changes) if changes else NOTHING_KNOWN
+        return _Story(list(merged), changes, whole, max(self.concurrent, later.concurrent))
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the span; what cannot be known, or means nothing under overlap, is left out."""
+        if not self.changes:
+            return {}
+        touched = [i for i, each in enumerate(self.changes) if each.turnover or each.reserved_delta]
+        if len(self.changes) > 1 and touched and len(touched) < len(self.changes):
+            names, changes = [self.devices[i] for i in touched], [self.changes[i] for i in touched]
+            whole = total(changes)
+        else:
+            names, changes, whole = self.devices, self.changes, self.whole
+        exclusive = self.concurrent == 1
+        told = {
+            signals.DEVICES.name: ",".join(names),
+            signals.CONCURRENT.name: self.concurrent,
+            signals.EXCLUSIVE.name: exclusive,
+            signals.RESERVED_BEFORE.name: whole.reserved_before,
+            signals.RESERVED_DELTA.name: whole.reserved_delta,
+            signals.ALLOCATED_BEFORE.name: whole.allocated_before,
+            signals.RETRIES.name: whole.retries,
+            signals.OOMS.name: whole.ooms,
+            signals.DEVICE_ALLOCATIONS.name: whole.device_allocations,
+            signals.DEVICE_SYNCS.name: whole.device_syncs,
+            signals.TURNOVER.name: whole.turnover,
+            signals.FRAGMENTATION.name: whole.fragmentation,
+        }
+        if exclusive:
+            told[signals.ALLOCATED_DELTA.name] = whole.allocated_delta
+            told[signals.PEAK_GROWTH.name] = whole.peak_growth or None
+        if len(changes) > 1:
+            pairs = [(signals.RESERVED_BY_DEVICE.name, [each.reserved_delta for each in changes])]
+            if exclusive:
+                pairs.append((signals.ALLOCATED_BY_DEVICE.name, [each.allocated_delta for each in changes]))
+            for key, deltas in pairs:
+                if len(set(deltas)) > 1:
+                    told[key] = [f"{name}={delta}" for name, delta in zip(names, deltas, strict=True)]
+        return {key: value for key, value in told.items() if value is not None}
