@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from math import inf, nan
 from typing import Any
 
 Warn = Callable[[str], object]
@@ -29,6 +30,35 @@ def _one_of(*allowed: str) -> Callable[[object], str]:
         return text
 
     return parse
+
+
+def _seconds(value: object) -> float:
+    try:
+        seconds = (
+            float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else nan
+        )
+    except ValueError:
+        seconds = nan
+    if not 0 <= seconds < inf:
+        raise _NotAllowedError("a number of seconds from 0 up")
+    return seconds
+
+
+def _yes_or_no(value: object) -> bool:
+    known = {
+        "true": True,
+        "1": True,
+        "yes": True,
+        "on": True,
+        "false": False,
+        "0": False,
+        "no": False,
+        "off": False,
+    }
+    answer = known.get(str(value).strip().lower())
+    if answer is None:
+        raise _NotAllowedError("true or false")
+    return answer
 
 
 def _names(value: object) -> tuple[str, ...]:
@@ -66,11 +96,18 @@ class Config:
     """
 
     sampling: str = _option(
-        _one_of("auto", "always"),
+        _one_of("auto", "request", "always"),
         "auto",
-        "`auto` never reads where a reading could hang the process (a memory pool with its own allocator); "
-        "`always` reads all the same.",
+        "Who reads the allocator. `auto`: requests, and a collection that cannot wait for one; never where "
+        "a reading could hang the process (a memory pool with its own allocator). `request`: requests alone. "
+        "`always`: each collection, whatever it waits for.",
     )
+    max_reading_age: float = _option(
+        _seconds,
+        15.0,
+        "Seconds for which a request's reading serves the collections while requests are in flight.",
+    )
+    request_metrics: bool = _option(_yes_or_no, True, "Whether the metrics of requests are recorded.")
     excluded_metrics: tuple[str, ...] = _option(
         _names, (), "Names or globs of metrics that are not made: `torch.memory.host.*`."
     )

@@ -6,7 +6,13 @@
 """
 
 OTEL_PYTHON_TORCHMEM_SAMPLING = "OTEL_PYTHON_TORCHMEM_SAMPLING"
-"""Who reads the allocator: ``auto`` or ``always``."""
+"""Who reads the allocator: ``auto``, ``request`` or ``always``."""
+
+OTEL_PYTHON_TORCHMEM_MAX_READING_AGE = "OTEL_PYTHON_TORCHMEM_MAX_READING_AGE"
+"""Seconds for which a request's reading serves the collections meanwhile: 15."""
+
+OTEL_PYTHON_TORCHMEM_REQUEST_METRICS = "OTEL_PYTHON_TORCHMEM_REQUEST_METRICS"
+"""Whether the metrics of requests are recorded: ``true`` or ``false``."""
 
 OTEL_PYTHON_TORCHMEM_EXCLUDED_METRICS = "OTEL_PYTHON_TORCHMEM_EXCLUDED_METRICS"
 """Comma-separated names or globs of metrics that are not made: ``torch.memory.host.*``."""

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
 import wrapt
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
+from opentelemetry.metrics import MeterProvider, get_meter_provider
+from opentelemetry.trace import ProxyTracerProvider, TracerProvider, get_tracer, get_tracer_provider
 
 from .allocator.pools import PoolWatch
 from .allocator.sampler import Sampler
+from .allocator.windows import OpenWindows
 from .config import Config
-from .metrics import Feed, Registration, registration
-from .package import INSTRUMENTS
+from .metrics import Feed, is_set, registration
+from .package import INSTRUMENTS, NAME
+from .requests.probe import Hook, Requests
 from .telemetry import OwnTelemetry
+from .version import __version__
 
 
 class TorchMemInstrumentor(BaseInstrumentor):
@@ -53,31 +58,71 @@ class _Wiring:
     def __init__(
         self,
         telemetry: OwnTelemetry,
-        meter_provider: Any = None,
-        tracer_provider: Any = None,  # noqa: ARG002
+        meter_provider: MeterProvider | None = None,
+        tracer_provider: TracerProvider | None = None,
+        request_hook: Hook | None = None,
+        response_hook: Hook | None = None,
         **options: object,
     ) -> None:
         self._undone = False
+        self._telemetry = telemetry
         config = Config.of(options, warn=lambda line: telemetry.say_once(line, "%s", line))
+        windows = OpenWindows()
         self._pools = PoolWatch()
-        self._registration: Registration = registration(meter_provider)
-        sampler = Sampler(telemetry, self._pools, sampling=config.sampling)
-        self._registration.plug(Feed(sampler, telemetry, config.excludes))
-        wrapt.register_post_import_hook(self._torch_imported(telemetry), "torch.cuda.memory")
+        sampler = Sampler(
+            telemetry,
+            self._pools,
+            windows,
+            sampling=config.sampling,
+            max_reading_age=config.max_reading_age,
+        )
+        self._registration = registration(meter_provider)
+        self._requests = Requests(
+            get_tracer(NAME, __version__, tracer_provider),
+            self._registration.records(config.excludes),
+            sampler,
+            windows,
+            telemetry,
+            awake=_awake(tracer_provider, meter_provider, config.request_metrics),
+            request_hook=request_hook,
+            response_hook=response_hook,
+        )
+        self._registration.plug(
+            Feed(
+                sampler,
+                telemetry,
+                config.excludes,
+                before=self._requests.before_collection,
+                targets=self._requests.active,
+            )
+        )
+        wrapt.register_post_import_hook(self._torch_imported, "torch.cuda.memory")
 
-    def _torch_imported(self, telemetry: OwnTelemetry):
-        def torch_imported(memory: ModuleType) -> None:
-            if self._undone:  # a hook cannot be taken back
-                return
-            try:
-                self._pools.install(memory)
-            except Exception as error:  # what escapes would fail the user's import
-                telemetry.skip("error")
-                telemetry.say_once("pools", "torchmem: memory pools are not watched: %r", error)
-
-        return torch_imported
+    def _torch_imported(self, memory: ModuleType) -> None:
+        if self._undone:  # a hook cannot be taken back
+            return
+        try:
+            self._pools.install(memory)
+        except Exception as error:  # what escapes would fail the user's import
+            self._telemetry.skip("error")
+            self._telemetry.say_once("pools", "torchmem: memory pools are not watched: %r", error)
 
     def undo(self) -> None:
+        """Put back what was touched; the series vanish."""
         self._undone = True
+        self._requests.close()
         self._registration.unplug()
         self._pools.remove()
+
+
+def _awake(
+    tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None, request_metrics: bool
+) -> Callable[[], tuple[bool, bool]]:
+    """Whether spans and whether request metrics go anywhere: not while the global providers are proxies."""
+
+    def awake() -> tuple[bool, bool]:
+        traced = tracer_provider is not None or not isinstance(get_tracer_provider(), ProxyTracerProvider)
+        metered = request_metrics and (meter_provider is not None or is_set(get_meter_provider()))
+        return traced, metered
+
+    return awake

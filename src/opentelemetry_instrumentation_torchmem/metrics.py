@@ -19,7 +19,7 @@ from opentelemetry.metrics import (
 from .allocator.sampler import Sampler
 from .allocator.source import Device
 from .package import NAME
-from .signals import DEVICE, HARDWARE_ID, METRICS, Metric, Per
+from .signals import DEVICE, HARDWARE_ID, METRICS, REQUEST_METRICS, Metric, Per
 from .telemetry import OwnTelemetry
 from .version import __version__
 
@@ -35,7 +35,17 @@ class Feed:
     first one opens the cycle, with one reading for all; a row that comes up again begins the next cycle.
     """
 
-    def __init__(self, sampler: Sampler, telemetry: OwnTelemetry, excluded: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        telemetry: OwnTelemetry,
+        excluded: Callable[[str], bool],
+        *,
+        before: Callable[[], None],
+        targets: Callable[[], Sequence[Subject]],
+    ) -> None:
+        self._before = before
+        self._targets = targets
         self.rows = tuple(row for row in METRICS if not excluded(row.name))
         self._names = frozenset(row.name for row in self.rows)
         self._sampler = sampler
@@ -63,10 +73,14 @@ class Feed:
         return cycle.subjects[row.per]
 
     def _open(self) -> Mapping[Per, Sequence[Subject]]:
+        self._before()
         picture = self._sampler.collect()
+        targets = self._targets()
         if picture is None:
-            return dict.fromkeys(Per, ())
+            nothing: dict[Per, Sequence[Subject]] = dict.fromkeys(Per, ())
+            return {**nothing, Per.TARGET: targets, Per.PACKAGE: [(self._telemetry, {})] if targets else []}
         return {
+            Per.TARGET: targets,
             Per.DEVICE: [(state, _device_attributes(device)) for device, state in picture.devices],
             Per.HOST: [] if picture.host is None else [(picture.host, {})],
             Per.PROCESS: [(picture, {})],
@@ -103,6 +117,7 @@ class Registration:
     def __init__(self, provider: MeterProvider) -> None:
         self._meter = get_meter(NAME, __version__, meter_provider=provider)
         self._made: set[str] = set()
+        self._records: dict[str, Any] = {}
         self._feed: Feed | None = None
 
     def plug(self, feed: Feed) -> None:
@@ -113,6 +128,15 @@ class Registration:
                 self._made.add(row.name)
                 create = getattr(self._meter, f"create_observable_{row.kind.name.lower()}")
                 create(row.name, [self._callback(row)], unit=row.unit, description=row.about)
+
+    def records(self, excluded: Callable[[str], bool]) -> Mapping[str, Any]:
+        """The instruments that requests record on, by the names of their rows."""
+        for row in REQUEST_METRICS:
+            if row.name not in self._records:
+                create = getattr(self._meter, f"create_{row.kind.name.lower()}")
+                beside = {"explicit_bucket_boundaries_advisory": row.boundaries} if row.boundaries else {}
+                self._records[row.name] = create(row.name, unit=row.unit, description=row.about, **beside)
+        return {name: _Excluded() if excluded(name) else record for name, record in self._records.items()}
 
     def unplug(self) -> None:
         """Yield nothing from now on: the series vanish."""
@@ -126,10 +150,24 @@ class Registration:
         return observe
 
 
+class _Excluded:
+    """Stands where an excluded metric's instrument would."""
+
+    def record(self, *_: object) -> None:
+        """Nothing."""
+
+    add = record
+
+
 # The one state that outlives its owner: instruments that the SDK can never forget. Registrations by provider,
 # and the one made through the API's proxy, which becomes the real global provider's when that is set.
 _registrations: WeakKeyDictionary[MeterProvider, Registration] = WeakKeyDictionary()
 _through_proxy: Registration | None = None
+
+
+def is_set(provider: MeterProvider) -> bool:
+    """Whether a provider is a real one, not the API's stand-in for one that may be set later."""
+    return type(provider).__name__ != "_ProxyMeterProvider"
 
 
 def registration(provider: MeterProvider | None) -> Registration:
@@ -144,6 +182,6 @@ def registration(provider: MeterProvider | None) -> Registration:
         else:
             known = Registration(provider)
         _registrations[provider] = known
-        if type(provider).__name__ == "_ProxyMeterProvider":
+        if not is_set(provider):
             _through_proxy = known
     return known

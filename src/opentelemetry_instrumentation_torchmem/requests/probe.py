@@ -7,7 +7,7 @@ reaches the caller: each entry guards itself once, as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -157,7 +157,7 @@ class Requests:
             key = ("other", None)
         return self._series.setdefault(key, _Series(*key))
 
-    def active(self) -> Iterable[tuple[int, Labels]]:
+    def active(self) -> list[tuple[Any, dict[str, Any]]]:
         """Each target's requests in flight, with its labels."""
         counts = self._windows.by_key
         return [(counts.get(series, 0), series.labels) for series in tuple(self._series.values())]
@@ -310,8 +310,8 @@ class Probe:
         "_requests",
         "_token",
         "after",
-        "began",
         "before",
+        "began",
         "context",
         "ended",
         "ended_at",
@@ -442,7 +442,7 @@ class _Story:
         else:
             names, changes, whole = self.devices, self.changes, self.whole
         exclusive = self.concurrent == 1
-        told = {
+        told: dict[str, Any] = {
             signals.DEVICES.name: ",".join(names),
             signals.CONCURRENT.name: self.concurrent,
             signals.EXCLUSIVE.name: exclusive,
