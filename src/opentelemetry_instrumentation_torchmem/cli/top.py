@@ -17,11 +17,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, TextIO, TypeVar, cast
 
 from .board import FORGET_AFTER, GONE_AFTER, MAX_PROCESSES, Board
 
@@ -43,6 +43,7 @@ leaves. A dash is a figure that was not sent. It ends on Ctrl-C, on SIGTERM or a
 summary.
 """
 
+_N = TypeVar("_N", int, float)
 _REFRESH_SECONDS = 0.5
 _PICTURE_WIDTH = 100
 
@@ -247,21 +248,22 @@ def _error(message: str) -> int:
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{text}: a port is 0 to 65535")
-    return port
+    return _number(int, text, lambda port: 0 <= port <= 65535, "a port, 0 to 65535")
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: seconds are more than 0")
-    return seconds
+    return _number(float, text, lambda seconds: 0 < seconds < math.inf, "seconds, more than 0")
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return _number(int, text, lambda number: number >= 1, "a whole number, at least 1")
+
+
+def _number(kind: Callable[[str], _N], text: str, allows: Callable[[_N], bool], allowed: str) -> _N:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = None
+    if number is None or not allows(number):
+        raise argparse.ArgumentTypeError(f"{text}: must be {allowed}")
     return number
