@@ -221,8 +221,14 @@ def test_an_empty_board_says_what_to_do():
 
 
 def test_exports_without_our_metrics_are_told_with_their_sender():
-    text = " ".join(drawn(view(exports=9, strangers=9, stranger="web")))
-    assert "9 metric exports, the last from web, none with torch.memory metrics" in text.replace("  ", " ")
+    text = " ".join(drawn(view(exports=9, strangers=8, stranger="web")))
+    assert "8 exports without torch.memory metrics, the last from web." in text
+
+
+def test_once_all_have_gone_the_screen_does_not_say_that_nothing_came():
+    text = " ".join(drawn(view(exports=9)))
+    assert "The processes that reported have gone." in text
+    assert "without" not in text
 
 
 def test_the_picture_draws_all_rows_and_fetches_nothing():

@@ -231,14 +231,14 @@ def _title(header: Header, width: int) -> Text:
 def _waiting(view: BoardView, header: Header) -> Iterator[Text]:
     if not view.exports:
         yield Text("No metrics yet. In another terminal:")
-    elif view.processes:
-        yield Text("A process reports, but no device of its own.")
-    else:
+    elif view.strangers:
         yield Text(
-            f"{view.exports} metric exports, the last from {view.stranger or 'nobody'}, none with "
-            "torch.memory metrics. They begin once that process has used the GPU through PyTorch; is "
-            "opentelemetry-instrumentation-torchmem installed there?"
+            f"{view.strangers} exports without torch.memory metrics, the last from {view.stranger}. They "
+            "begin once that process has used the GPU through PyTorch, if it runs under "
+            "opentelemetry-instrumentation-torchmem:"
         )
+    else:
+        yield Text("The processes that reported have gone. To start one:")
     yield Text()
     endpoint = ""
     if not header.grpc_address.endswith(":4317"):

@@ -138,17 +138,20 @@ def run(arguments: argparse.Namespace) -> int:
         # Whoever read has ended, as `head` does. Python would complain once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
         return 0
-    if options.save_svg is not None:
-        options.save_svg.write_text(screen.svg(view, header, width), encoding="utf-8")
-    if options.summary_json is not None:
-        told = {
-            "seconds": round(header.elapsed, 3),
-            "exports": view.exports,
-            "refused": header.refused,
-            "dropped": view.dropped,
-            "processes": [dataclasses.asdict(process) for process in processes],
-        }
-        options.summary_json.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    told = {
+        "seconds": round(header.elapsed, 3),
+        "exports": view.exports,
+        "refused": header.refused,
+        "dropped": view.dropped,
+        "processes": [dataclasses.asdict(process) for process in processes],
+    }
+    try:
+        if options.save_svg is not None:
+            options.save_svg.write_text(screen.svg(view, header, width), encoding="utf-8")
+        if options.summary_json is not None:
+            options.summary_json.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        return _error(str(error))
     return 0
 
 
