@@ -14,7 +14,15 @@ from typing import Any
 
 import yaml
 
-from opentelemetry_instrumentation_torchmem.signals import METRICS, Attribute, Metric
+from opentelemetry_instrumentation_torchmem.signals import (
+    METRICS,
+    REQUEST_METRICS,
+    SPANS,
+    Attribute,
+    Metric,
+    RequestMetric,
+    Span,
+)
 
 DOCS = Path(__file__).parent
 SCHEMA_URL = "https://torchmem.example/schemas/torchmem/0.1.0"
@@ -23,7 +31,11 @@ GENERATED = "Generated from signals.py by `make docs`: do not edit."
 
 def attributes() -> list[Attribute]:
     """Every attribute of the table, once, in the order of its first use."""
-    return list({attribute.name: attribute for row in METRICS for attribute in row.attributes}.values())
+    rows = (*METRICS, *REQUEST_METRICS, *SPANS)
+    first: dict[str, Attribute] = {}
+    for attribute in (attribute for row in rows for attribute in row.attributes):
+        first.setdefault(attribute.name, attribute)
+    return list(first.values())
 
 
 def metrics_page() -> str:
@@ -42,6 +54,17 @@ def metrics_page() -> str:
         "`torch.memory.host.*` needs torch 2.7 or later. Nothing is told before CUDA is initialised,",
         "nor in a forked child that inherited an initialised CUDA.",
         "",
+        "## Metrics of requests",
+        "",
+        "Recorded once for each measured call, inside its span: exemplars carry the trace's id.",
+        "",
+        "| metric | instrument, unit | attributes | meaning |",
+        "|---|---|---|---|",
+        *(_metric_line(row) for row in REQUEST_METRICS),
+        "",
+        "## Spans",
+        "",
+        *(line for span in SPANS for line in _span_lines(span)),
         "## Attributes",
         "",
         "| attribute | type | meaning | there |",
@@ -57,7 +80,18 @@ def metrics_page() -> str:
     return "\n".join(lines)
 
 
-def _metric_line(row: Metric) -> str:
+def _span_lines(span: Span) -> list[str]:
+    return [
+        span.about,
+        "",
+        "| attribute | type | meaning | there |",
+        "|---|---|---|---|",
+        *(_attribute_line(attribute) for attribute in span.attributes),
+        "",
+    ]
+
+
+def _metric_line(row: Metric | RequestMetric) -> str:
     kind = row.kind.value if not row.unit else f"{row.kind.value}, `{row.unit}`"
     names = ", ".join(f"`{attribute.name}`" for attribute in row.attributes)
     return f"| `{row.name}` | {kind} | {names} | {row.about} |"
@@ -83,7 +117,8 @@ def registry() -> dict[str, Any]:
                 }
             ]
         },
-        "metrics.yaml": {"groups": [_registry_metric(row) for row in METRICS]},
+        "metrics.yaml": {"groups": [_registry_metric(row) for row in (*METRICS, *REQUEST_METRICS)]},
+        "spans.yaml": {"groups": [_registry_span(span) for span in SPANS]},
     }
 
 
@@ -95,7 +130,7 @@ def _registry_attribute(attribute: Attribute) -> dict[str, Any]:
         entry["type"] = {"members": [_member(*member) for member in attribute.members.items()]}
     entry |= {"brief": attribute.about, "stability": "development"}
     if attribute.examples:
-        entry["examples"] = list(attribute.examples)
+        entry["examples"] = [list(e) if isinstance(e, tuple) else e for e in attribute.examples]
     return entry
 
 
@@ -103,7 +138,7 @@ def _member(value: str, meaning: str) -> dict[str, str]:
     return {"id": value.lower(), "value": value, "brief": meaning, "stability": "development"}
 
 
-def _registry_metric(row: Metric) -> dict[str, Any]:
+def _registry_metric(row: Metric | RequestMetric) -> dict[str, Any]:
     return {
         "id": f"metric.{row.name}",
         "type": "metric",
@@ -113,6 +148,17 @@ def _registry_metric(row: Metric) -> dict[str, Any]:
         "unit": row.unit,
         "stability": "development",
         "attributes": [{"ref": a.name, "requirement_level": _level(a)} for a in row.attributes],
+    }
+
+
+def _registry_span(span: Span) -> dict[str, Any]:
+    return {
+        "id": f"span.{span.name}",
+        "type": "span",
+        "span_kind": "internal",
+        "brief": span.about,
+        "stability": "development",
+        "attributes": [{"ref": a.name, "requirement_level": _level(a)} for a in span.attributes],
     }
 
 

@@ -146,9 +146,7 @@ BACKEND = Attribute(
         "uncached": "PYTORCH_NO_CUDA_MEMORY_CACHING is set: nothing is kept, so nothing is told.",
     },
 )
-EXPANDABLE = Attribute(
-    "torch.memory.expandable_segments", "Whether expandable segments are on.", "boolean", examples=("true",)
-)
+EXPANDABLE = Attribute("torch.memory.expandable_segments", "Whether expandable segments are on.", "boolean")
 MAX_SPLIT = Attribute(
     "torch.memory.max_split_size",
     "Bytes above which a block is never split.",
