@@ -240,7 +240,7 @@ def test_on_a_terminal_it_draws_a_live_screen_and_leaves_it_tidy(terminal):
         send(http, 100, reserved=2 * GIB)
         send(http, 102, reserved=3 * GIB, retries=2)
         terminal.until("3.00 GiB")
-        terminal.until("2 (+2)")
+        terminal.until("2 (+2/min)")
         process.send_signal(signal.SIGINT)
         terminal.until("retries 2, OOMs 0, 8 points")
         assert process.wait(timeout=20) == 0

@@ -7,10 +7,13 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
+from opentelemetry_instrumentation_torchmem import signals
 from opentelemetry_instrumentation_torchmem.cli.board import (
     FORGET_AFTER,
     MAX_DEVICES,
     MAX_SAMPLES,
+    METRICS,
+    STATES,
     Board,
     DeviceView,
     ProcessView,
@@ -388,3 +391,11 @@ def test_names_cannot_write_to_the_terminal(board):
     service = only_process(board).service
     assert service.startswith("a?[31mb?c")
     assert len(service) == 120
+
+
+def test_what_it_reads_is_what_the_table_declares():
+    declared = {metric.name for metric in signals.METRICS}
+    assert set(METRICS) - declared <= {"torch.memory.headroom"}, "headroom comes from snapshots"
+    assert set(STATES) == set(signals.STATE.members)
+    assert signals.DEVICE.name == "torch.device"
+    assert signals.POOL.members.keys() == {"small", "large"}

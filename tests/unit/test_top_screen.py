@@ -148,7 +148,7 @@ def test_a_block_says_everything_that_was_sent():
         "20.0 %",
         "40.0 %",
         "512 MiB",
-        "4 (+2)",
+        "4 (+2/min)",
         "1.2/s",
         "reserved 5.00 GiB of 8.00 GiB",
         "+1.00 GiB in 2 min",
@@ -251,8 +251,19 @@ def test_the_summary_tells_first_last_and_most():
         "serve", 7, "a", (DeviceSummary("cuda:0", None, 12, GIB, 2 * GIB, 3 * GIB, 0.31, 4, None),)
     )
     head, line = screen.summary([ended], 61, 20, 0)
-    assert head == "torchmem top: 61 s, 20 metric exports, 1 processes"
+    assert head == "torchmem top: 61 s, 20 metric exports, 1 process"
     assert line == (
         "serve/7 cuda:0: reserved 1.00 GiB → 2.00 GiB (most 3.00 GiB), "
         "fragmentation up to 31.0 %, retries 4, OOMs \N{EN DASH}, 12 points"
     )
+
+
+def test_processes_without_a_process_id_are_told_apart_by_their_instance():
+    board = view(
+        process(busy(), pid=None, instance="7c1fe2d0-1111"),
+        process(busy(), pid=None, instance="09ab34cd-2222"),
+    )
+    for text in ("\n".join(drawn(board)), "\n".join(drawn(board, height=12)), "\n".join(screen.lines(board))):
+        assert "7c1fe2d0" in text
+        assert "09ab34cd" in text
+        assert "1111" not in text

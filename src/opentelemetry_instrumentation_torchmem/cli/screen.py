@@ -82,10 +82,10 @@ def duration(seconds: float) -> str:
 
 
 def count(value: Count | None) -> str:
-    """The total, and in brackets what was added of late."""
+    """The total, and in brackets what was added within the last minute."""
     if value is None:
         return ABSENT
-    return f"{value.total:,.0f} (+{value.recent:,.0f})" if value.recent else f"{value.total:,.0f}"
+    return f"{value.total:,.0f} (+{value.recent:,.0f}/min)" if value.recent else f"{value.total:,.0f}"
 
 
 def rate(value: Count | None) -> str:
@@ -233,8 +233,8 @@ def _waiting(view: BoardView, header: Header) -> Iterator[Text]:
         yield Text("No metrics yet. In another terminal:")
     elif view.strangers:
         yield Text(
-            f"{view.strangers} exports without torch.memory metrics, the last from {view.stranger}. They "
-            "begin once that process has used the GPU through PyTorch, if it runs under "
+            f"{_many(view.strangers, 'export')} without torch.memory metrics, the last from "
+            f"{view.stranger}. They begin once that process has used the GPU through PyTorch, if it runs under "
             "opentelemetry-instrumentation-torchmem:"
         )
     else:
@@ -259,9 +259,9 @@ def _notes(view: BoardView, header: Header, hidden: int) -> list[Text]:
     if hidden:
         notes.append(f"{hidden} calmer not shown")
     if view.dropped:
-        notes.append(f"{view.dropped} processes dropped (--max-processes)")
+        notes.append(f"{_many(view.dropped, 'process', 'es')} dropped (--max-processes)")
     if header.refused:
-        notes.append(f"{header.refused} requests refused (see the senders' logs)")
+        notes.append(f"{_many(header.refused, 'request')} refused (see the senders' logs)")
     return [Text(), Text(" · ".join(notes), "bold", no_wrap=True, overflow="ellipsis")] if notes else []
 
 
@@ -283,8 +283,7 @@ def _block(process: ProcessView, device: DeviceView, width: int) -> Iterator[Tex
 def _block_title(process: ProcessView, device: DeviceView, width: int) -> Text:
     left = Text()
     left.append(process.service, "bold")
-    if process.pid is not None:
-        left.append(f"  pid {process.pid}")
+    left.append(f"  pid {process.pid}" if process.pid is not None else f"  {_tag(process)}")
     left.append(f"  {device.name}", "bold")
     if device.hw_id is not None:
         left.append(f"  {device.hw_id if width >= 110 else _short(device.hw_id, 13)}", _QUIET)
@@ -379,10 +378,10 @@ def _reserved_line(device: DeviceView, width: int) -> Text:
 def _table(rows: Sequence[tuple[ProcessView, DeviceView]], width: int, room: int) -> Iterator[Text]:
     """One line a device, at most ``room``: where not all fit, those in most trouble, in their own order."""
     name = max(12, min(24, width - 68))
-    bar_width = max(8, width - name - 52)
+    bar_width = max(8, width - name - 53)
     yield Text()
     yield Text(
-        f"{'process':<{name}} {'pid':>7} {'device':<7} {'':<{bar_width}} "
+        f"{'process':<{name}} {'pid':>8} {'device':<7} {'':<{bar_width}} "
         f"{'resvd':>5} {'frag':>4} {'retry':>5} {'OOMs':>4} {'alloc/s':>7}",
         "bold",
         no_wrap=True,
@@ -394,7 +393,7 @@ def _table(rows: Sequence[tuple[ProcessView, DeviceView]], width: int, room: int
         retries, ooms = device.retries, device.ooms
         line = Text(no_wrap=True, overflow="crop")
         line.append(_fit(process.service, name))
-        line.append(f" {process.pid if process.pid is not None else ABSENT:>7} ")
+        line.append(f" {_tag(process):>8} ")
         line.append(_fit(device.name, 7) + " ")
         line.append_text(bar(device, bar_width))
         line.append(f" {_tiny(device.reserved):>5}")
@@ -481,17 +480,20 @@ def lines(view: BoardView, within: float = math.inf) -> list[str]:
                 f"device_allocations={rate(device.device_allocations)}",
                 f"growth={_plain(_growth_text(device.history), '_')}",
             )
-            found.append(f"{_who(process.service, process.pid)} {device.name} {' '.join(figures)}")
+            found.append(f"{_who(process)} {device.name} {' '.join(figures)}")
     return found
 
 
 def summary(processes: Sequence[ProcessSummary], elapsed: float, exports: int, dropped: int) -> list[str]:
     """The lines printed at the end."""
-    found = [f"torchmem top: {duration(elapsed)}, {exports} metric exports, {len(processes)} processes"]
+    found = [
+        f"torchmem top: {duration(elapsed)}, {_many(exports, 'metric export')}, "
+        f"{_many(len(processes), 'process', 'es')}"
+    ]
     if dropped:
         found[0] += f", {dropped} more dropped"
     found.extend(
-        f"{_who(process.service, process.pid)} {device.device}: "
+        f"{_who(process)} {device.device}: "
         f"reserved {size(device.reserved_first)} → {size(device.reserved_last)} "
         f"(most {size(device.reserved_max)}), "
         f"fragmentation up to {percent(device.fragmentation_max)}, "
@@ -502,12 +504,23 @@ def summary(processes: Sequence[ProcessSummary], elapsed: float, exports: int, d
     return found
 
 
-def _who(service: str, pid: int | None) -> str:
-    return service if pid is None else f"{service}/{pid}"
+def _who(process: ProcessView | ProcessSummary) -> str:
+    return f"{process.service}/{_tag(process)}"
+
+
+def _tag(process: ProcessView | ProcessSummary) -> str:
+    """What tells processes of one service apart: the SDK sends a process id only if asked to."""
+    if process.pid is not None:
+        return str(process.pid)
+    return process.instance[:8] if process.instance else ABSENT
 
 
 def _whole(value: float | None) -> str:
     return ABSENT if value is None else f"{value:,.0f}"
+
+
+def _many(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def _plain(text: str, space: str = "") -> str:
