@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-IMAGE_SIDES = range(256, 832 + 1, 64)
+IMAGE_SIDES = range(256, 896 + 1, 64)
 CONVERSATIONS = 24
 WAVE_S = 30  # from calm to busy and back, or the whole of a shorter run
 
