@@ -99,7 +99,10 @@ def test_every_figure_equals_the_allocators_own(gpu):
     assert told["inactive_split"] > 0
     assert told["allocated_peak"] == stats["allocated_bytes.all.peak"]
     assert told["reserved_peak"] == stats["reserved_bytes.all.peak"]
-    assert told["fragmentation"] == stats["inactive_split_bytes.all.current"] / stats["reserved_bytes.all.current"]
+    assert (
+        told["fragmentation"]
+        == stats["inactive_split_bytes.all.current"] / stats["reserved_bytes.all.current"]
+    )
     assert told["slack"] == 1 - stats["active_bytes.all.current"] / stats["reserved_bytes.all.current"]
     assert told["rounding"] == stats["active_bytes.all.current"] - stats["requested_bytes.all.current"] > 0
     counters = {

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""instrument, uninstrument and again: one series each, nothing left, the options honoured."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+
+from exported import Exported
+
+from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor
+
+MIB = 1 << 20
+
+
+def ours(exported: Exported) -> set[str]:
+    return {name for name in exported.collect().names if name.startswith("torch.")}
+
+
+def point_counts(exported: Exported) -> dict[str, int]:
+    return {name: len(exported.points(name)) for name in sorted(ours(exported))}
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def fifty_times() -> dict:
+    import torch
+
+    memory = torch.cuda.memory
+    untouched = memory.MemPool.__dict__["__init__"]
+    kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    a, b = Exported(), Exported()
+    instrumentor = TorchMemInstrumentor()
+    counts, silences, wrapped = [], [], 0
+    instrumentor.instrument(meter_provider=a.provider)
+    instrumentor.uninstrument()
+    threads, files = threading.active_count(), descriptors()
+    for cycle in range(50):
+        current, other = (a, b) if cycle % 3 != 1 else (b, a)
+        instrumentor.instrument(meter_provider=current.provider)
+        wrapped += memory.MemPool.__dict__["__init__"] is not untouched
+        counts.append(point_counts(current))
+        silences.append(sorted(ours(other)))
+        instrumentor.uninstrument()
+        silences += [sorted(ours(a)), sorted(ours(b))]
+    gc.collect()
+    return {
+        "first": counts[0],
+        "all the same": all(count == counts[0] for count in counts),
+        "silences": sorted({name for silence in silences for name in silence}),
+        "wrapped": wrapped,
+        "restored": memory.MemPool.__dict__["__init__"] is untouched,
+        "threads": threading.active_count() - threads,
+        "files": descriptors() - files,
+        "kept": kept.numel(),
+    }
+
+
+def test_fifty_cycles_with_two_providers_leave_one_series_each_and_nothing_else(gpu):
+    got = gpu.run(fifty_times, memory="2GiB")
+    assert got["first"]["torch.memory.usage"] == 6
+    assert got["first"]["torch.memory.limit"] == 1
+    assert got["all the same"]
+    assert got["silences"] == []
+    assert (got["wrapped"], got["restored"]) == (50, True)
+    assert (got["threads"], got["files"]) == (0, 0)
+
+
+def global_set_afterwards() -> list:
+    import torch
+    from opentelemetry.metrics import set_meter_provider
+
+    kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    instrumentor = TorchMemInstrumentor()
+    instrumentor.instrument()
+    exported = Exported()
+    set_meter_provider(exported.provider)
+    told = [point_counts(exported)]
+    instrumentor.uninstrument()
+    told.append(point_counts(exported))
+    instrumentor.instrument()
+    told.append(point_counts(exported))
+    instrumentor.uninstrument()
+    instrumentor.instrument(meter_provider=exported.provider)  # the same one, named
+    told.append(point_counts(exported))
+    instrumentor.uninstrument()
+    other = Exported()
+    instrumentor.instrument(meter_provider=other.provider)
+    told += [point_counts(exported), point_counts(other)]
+    return [*told, kept.numel()]
+
+
+def test_the_global_provider_may_be_set_after_instrument(gpu):
+    first, silent, again, named, left, other, _ = gpu.run(global_set_afterwards)
+    assert first["torch.memory.usage"] == 6
+    assert silent == left == {}
+    assert first == again == named == other
+
+
+def named_before_it_became_global() -> list:
+    import torch
+    from opentelemetry.metrics import set_meter_provider
+
+    kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    instrumentor = TorchMemInstrumentor()
+    exported = Exported()
+    instrumentor.instrument()
+    instrumentor.uninstrument()
+    instrumentor.instrument(meter_provider=exported.provider)
+    told = [point_counts(exported)]
+    instrumentor.uninstrument()
+    set_meter_provider(exported.provider)
+    instrumentor.instrument()
+    told.append(point_counts(exported))
+    return [*told, kept.numel()]
+
+
+def test_a_provider_named_first_and_global_later_is_one_and_the_same(gpu):
+    named, later, _ = gpu.run(named_before_it_became_global)
+    assert named == later
+    assert named["torch.memory.usage"] == 6
+
+
+def excluded_then_not() -> list:
+    import torch
+
+    kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    exported = Exported()
+    instrumentor = TorchMemInstrumentor()
+    told = []
+    for patterns in (["torch.memory.host.*", "torch.memory.usage"], [], "torch.memory.*"):
+        instrumentor.instrument(meter_provider=exported.provider, excluded_metrics=patterns)
+        told.append(sorted(ours(exported)))
+        instrumentor.uninstrument()
+    return [*told, kept.numel()]
+
+
+def test_excluded_metrics_are_not_made_and_come_when_no_longer_excluded(gpu):
+    some, every, none, _ = gpu.run(excluded_then_not)
+    assert set(every) - set(some) == {
+        "torch.memory.host.allocated",
+        "torch.memory.host.reserved",
+        "torch.memory.usage",
+    }
+    assert none == []
+
+
+def a_second_instrument() -> list:
+    import torch
+
+    kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    exported = Exported()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("opentelemetry").addHandler(handler)
+    TorchMemInstrumentor().instrument(meter_provider=exported.provider)
+    TorchMemInstrumentor().instrument(meter_provider=exported.provider)  # another entry point
+    counts = point_counts(exported)
+    TorchMemInstrumentor().uninstrument()
+    return [counts, said, point_counts(exported), kept.numel()]
+
+
+def test_a_second_entry_point_changes_nothing(gpu):
+    counts, said, after, _ = gpu.run(a_second_instrument)
+    assert counts["torch.memory.usage"] == 6
+    assert said == ["Attempting to instrument while already instrumented"]
+    assert after == {}
+
+
+def torch_is_imported_later() -> list:
+    import sys
+
+    exported = Exported()
+    TorchMemInstrumentor().instrument(meter_provider=exported.provider)
+    before = ["torch" in sys.modules, sorted(exported.collect().names)]
+    import torch
+
+    kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    return [*before, exported.collect().value("torch.memory.allocated"), kept.numel()]
+
+
+def test_torch_is_never_imported_by_us_and_found_when_the_user_imports_it(gpu):
+    imported, names, allocated, _ = gpu.run(torch_is_imported_later)
+    assert imported is False
+    assert names == []
+    assert allocated == 30 * MIB
