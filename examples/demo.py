@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: a server without a line of telemetry in it, driven until its GPU memory is in pieces, and watched.
+"""The demo: an ordinary server, driven until its GPU memory lies in pieces, and watched from outside.
 
-    python examples/demo.py          (or `make demo`; DEMO_SECONDS=60 by default)
+    python examples/demo.py            (or `make demo`; DEMO_SECONDS=60 is how long the server is driven)
 
-Starts `torchmem top`, then `serve.py` under `opentelemetry-instrument` on this machine's GPU or, where there is
-none, on the emulated one, then `load.py`. Ends by itself, stops what it started, and exits 0 when top has seen
-over OTLP what it promises to show: reserved memory rising, fragmentation, and a retry of the allocator.
+Starts `torchmem top`, then `serve.py` under `opentelemetry-instrument` on this machine's GPU or, where there
+is none, on the emulated one, then `load.py`. Ends by itself, stops all that it started, and exits 0 if top
+received over OTLP what it promises to show: reserved memory rising, fragmentation, a retry of the allocator.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -20,164 +22,215 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parent
 EMULATOR = EXAMPLES.parent / "tests" / "emulator" / "run"
-MEMORY_GIB = 3  # small enough to run out of within seconds; a larger GPU is used up to here
+SCRIPTS = Path(sys.executable).parent
+MEMORY_GIB = 3  # the load fills this within seconds; of a larger GPU no more is used
 EXPORT_INTERVAL_S = 2
-START_LIMIT_S = 180  # the first import of torch on a cold disk is slow
+START_LIMIT_S = 180  # the first import of torch from a cold disk is slow
 
 
-class DemoFailed(Exception):
-    pass
+class DemoError(Exception):
+    """What went wrong, in words for the one who runs the demo."""
 
 
 class Children:
-    """The processes of the demo, each in a session of its own, so that Ctrl-C reaches us alone and all end in order."""
+    """The demo's processes. Each has a session of its own: Ctrl-C reaches the demo, which ends them."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, command: list[object], log: bool = True, **variables: str) -> None:
-        output = (self._logs / f"{name}.log").open("wb") if log else None
-        self._running[name] = subprocess.Popen(
-            [str(part) for part in command],
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT if log else None,
-            start_new_session=True,
-        )
-        if output:
-            output.close()
+    def start(self, name: str, command: Sequence[object], *, on_screen: bool = False) -> None:
+        with open(self._logs / f"{name}.log", "wb") as log:
+            self._started[name] = subprocess.Popen(
+                [str(part) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=None if on_screen else log,
+                stderr=log,
+                start_new_session=True,
+            )
 
-    def ended(self, name: str) -> int | None:
-        return self._running[name].poll()
+    def has_ended(self, name: str) -> bool:
+        return self._started[name].poll() is not None
 
-    def check(self) -> None:
-        """Raises if one has ended that nobody stopped."""
-        for name, child in self._running.items():
-            if child.poll() is not None and name != "load":
-                raise DemoFailed(f"{name} ended with {child.returncode}\n{self.tail(name)}")
+    def expect(self, *names: str) -> None:
+        for name in names:
+            if self.has_ended(name):
+                raise DemoError(f"{name} ended with {self._started[name].returncode}:\n{self.log(name)}")
 
-    def stop(self, name: str, how: signal.Signals = signal.SIGTERM, patience: float = 20) -> None:
-        child = self._running.pop(name)
-        if child.poll() is None:
-            child.send_signal(how)
-        try:
-            child.wait(patience)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+    def stop(self, name: str, patience_s: float = 20) -> None:
+        child = self._started.pop(name)
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(patience_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # itself if it did not obey, and whatever it started
+        child.wait()
 
     def stop_all(self) -> None:
-        for name in reversed(list(self._running)):
-            self.stop(name, patience=5)
+        for name in reversed(list(self._started)):
+            self.stop(name, patience_s=5)
 
-    def tail(self, name: str, lines: int = 20) -> str:
-        log = self._logs / f"{name}.log"
-        if not log.exists():
-            return ""
-        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    def log(self, name: str) -> str:
+        lines = (self._logs / f"{name}.log").read_text(errors="replace").splitlines()
+        return "\n".join(f"  {line}" for line in lines[-15:])
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+# ------------------------------------------------------------------------------------------------- the run
 
 
-def has_gpu() -> bool:
-    """Asked in a process of its own: a process that looks at CUDA keeps some of it."""
-    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", question], stderr=subprocess.DEVNULL).returncode == 0
-
-
-def beside_python(name: str) -> Path:
-    return Path(sys.executable).parent / name
-
-
-def wait_until_healthy(url: str, children: Children) -> None:
-    limit = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < limit:
-        children.check()
-        try:
-            with urllib.request.urlopen(f"{url}/healthz", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise DemoFailed(f"the server did not answer within {START_LIMIT_S} s\n{children.tail('server')}")
-
-
-def run(children: Children, folder: Path, seconds: float) -> dict[str, object]:
-    otlp, port = free_port(), free_port()
-    top_says = folder / "top.json"
-    watching = sys.stdout.isatty()
-
-    print("Looking for a GPU ...", flush=True)
+def watch(children: Children, folder: Path, seconds: float, picture: Path | None) -> dict[str, object]:
+    """Runs the three against each other and returns what top saw."""
     on_gpu = has_gpu()
-    where: list[object] = [] if on_gpu else [sys.executable, EMULATOR, "--memory", f"{MEMORY_GIB}GiB", "--"]
-    limits: list[object] = ["--memory-gib", MEMORY_GIB] if on_gpu else ["--cudnn", 0]
-    print(f"Serving on {'the GPU' if on_gpu else 'an emulated GPU'} with {MEMORY_GIB} GiB ...", flush=True)
+    otlp_port, port = free_ports(2)
+    url, told = f"http://127.0.0.1:{port}", folder / "top.json"
+    print(
+        f"Serving on {'this machine' if on_gpu else 'an emulated'} GPU with {MEMORY_GIB} GiB, "
+        f"driven for {seconds:g} s once it is up ...",
+        flush=True,
+    )
 
-    children.start(
-        "top",
-        [
-            *(beside_python("torchmem"), "top", "--grpc-port", otlp, "--http-port", 0),
-            *("--interval", 1 if watching else 5, "--summary-json", top_says),
-            *([] if watching else ["--plain"]),
-        ],
-        log=False,
-    )
-    children.start(
-        "server",
-        [
-            *where,
-            *(beside_python("opentelemetry-instrument"), "--service_name", "demo"),
-            *("--traces_exporter", "otlp", "--metrics_exporter", "otlp", "--logs_exporter", "otlp"),
-            *("--exporter_otlp_protocol", "grpc", "--exporter_otlp_endpoint", f"http://127.0.0.1:{otlp}"),
-            *("--metric_export_interval", EXPORT_INTERVAL_S * 1000),
-            *(sys.executable, EXAMPLES / "serve.py", "--port", port, *limits),
-        ],
-    )
-    url = f"http://127.0.0.1:{port}"
-    wait_until_healthy(url, children)
-    time.sleep(EXPORT_INTERVAL_S)  # so that top sees the server before it is driven
+    top = [SCRIPTS / "torchmem", "top", "--grpc-port", otlp_port, "--http-port", 0, "--summary-json", told]
+    if picture:
+        top += ["--save-svg", picture]
+    children.start("top", top, on_screen=True)
+
+    server = [SCRIPTS / "opentelemetry-instrument", "--service_name", "demo"]
+    server += ["--traces_exporter", "otlp", "--metrics_exporter", "otlp", "--logs_exporter", "none"]
+    server += [
+        "--exporter_otlp_protocol",
+        "grpc",
+        "--exporter_otlp_endpoint",
+        f"http://127.0.0.1:{otlp_port}",
+    ]
+    server += ["--metric_export_interval", EXPORT_INTERVAL_S * 1000]
+    # Without cuDNN on a real GPU too: so the same sizes are allocated on both.
+    server += [sys.executable, EXAMPLES / "serve.py", "--port", port, "--cudnn", 0]
+    if on_gpu:
+        server += ["--memory-gib", MEMORY_GIB]
+    else:
+        server = [sys.executable, EMULATOR, "--memory", f"{MEMORY_GIB}GiB", "--", *server]
+    children.start("server", server)
+    wait_until_up(url, children)
+    time.sleep(1.5 * EXPORT_INTERVAL_S)  # top sees it at rest first
 
     children.start("load", [sys.executable, EXAMPLES / "load.py", "--seconds", seconds, url])
     limit = time.monotonic() + seconds + 60
-    while children.ended("load") is None:
-        children.check()
+    while not children.has_ended("load"):
+        children.expect("top", "server")
         if time.monotonic() > limit:
-            raise DemoFailed("the load does not end")
+            raise DemoError(f"the load has not ended:\n{children.log('load')}")
         time.sleep(0.2)
-    time.sleep(EXPORT_INTERVAL_S)  # the last export
-    children.stop("server")
-    children.stop("top", signal.SIGINT)
-    print(f"\nThe load: {children.tail('load')}")
-    return json.loads(top_says.read_text())
+    time.sleep(EXPORT_INTERVAL_S)
+    children.stop("server")  # it exports once more while it ends
+    children.stop("top")
+    return json.loads(told.read_text())
+
+
+def has_gpu() -> bool:
+    """Asked in a process of its own, for a process that has asked keeps some of the GPU's memory."""
+    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    asked = subprocess.run([sys.executable, "-c", question], check=False, stderr=subprocess.DEVNULL)
+    return asked.returncode == 0
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def wait_until_up(url: str, children: Children) -> None:
+    limit = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < limit:
+        children.expect("top", "server")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/healthz", timeout=2):
+            return
+        time.sleep(0.2)
+    raise DemoError(f"the server does not answer after {START_LIMIT_S} s:\n{children.log('server')}")
+
+
+# --------------------------------------------------------------------------------------------- the verdict
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came over OTLP of the device that held the most memory. None is what never came."""
+
+    reserved_first: float | None = None
+    reserved_max: float | None = None
+    fragmentation_max: float | None = None
+    retries: float | None = None
+    ooms: float | None = None
+
+    @classmethod
+    def of(cls, summary: dict[str, object]) -> Seen:
+        devices = [device for process in summary["processes"] for device in process["devices"]]
+        if not devices:
+            return cls()
+        most = max(devices, key=lambda device: device["reserved_max"] or 0)
+        return cls(**{name: most[name] for name in cls.__dataclass_fields__})
+
+    def missing(self) -> list[str]:
+        rose = (self.reserved_max or 0) > (self.reserved_first or 0)
+        shown = {
+            "reserved memory rising": rose,
+            "a fragmentation above 0": (self.fragmentation_max or 0) > 0,
+            "a retry of the allocator": (self.retries or 0) >= 1,
+        }
+        return [what for what, was_shown in shown.items() if not was_shown]
+
+    def __str__(self) -> str:
+        def gib(size: float | None) -> str:
+            return "-" if size is None else f"{size / 2**30:.2f} GiB"
+
+        def plain(value: float | None, form: str) -> str:
+            return "-" if value is None else format(value, form)
+
+        return (
+            f"reserved {gib(self.reserved_first)} -> {gib(self.reserved_max)}, "
+            f"fragmentation up to {plain(self.fragmentation_max, '.2f')}, "
+            f"{plain(self.retries, '.0f')} retries, {plain(self.ooms, '.0f')} OOMs"
+        )
 
 
 def main() -> int:
-    seconds = float(os.environ.get("DEMO_SECONDS") or 60)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=float(os.environ.get("DEMO_SECONDS") or 60))
+    parser.add_argument("--save-svg", type=Path, metavar="FILE", help="a picture of the last screen")
+    chosen = parser.parse_args()
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="torchmem-demo-"))
     children = Children(folder)
     try:
-        summary = run(children, folder, seconds)
-        return 0
-    except DemoFailed as failure:
-        print(f"\nThe demo failed: {failure}\nLogs: {folder}", file=sys.stderr)
+        seen = Seen.of(watch(children, folder, chosen.seconds, chosen.save_svg))
+        load = children.log("load")
+    except DemoError as error:
+        children.stop_all()  # first: top may own the screen
+        print(f"\nThe demo failed: {error}\nAll logs: {folder}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         children.stop_all()
-        shutil.rmtree(folder, ignore_errors=True)
+
+    if missing := seen.missing():
+        print(f"\nThe demo did not show {' nor '.join(missing)}: {seen}\nAll logs: {folder}", file=sys.stderr)
+        return 1
+    print(f"\nThe load: {load.strip()}\nSeen over OTLP: {seen}")
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
 
 
 if __name__ == "__main__":
