@@ -32,6 +32,7 @@ SCRIPTS = Path(sys.executable).parent
 MEMORY_GIB = 3  # the load fills this within seconds; of a larger GPU no more is used
 EXPORT_INTERVAL_S = 2
 START_LIMIT_S = 180  # the first import of torch from a cold disk is slow
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class DemoError(Exception):
@@ -207,30 +208,27 @@ def main() -> int:
     parser.add_argument("--save-svg", type=Path, metavar="FILE", help="a picture of the last screen")
     chosen = parser.parse_args()
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="torchmem-demo-"))
     children = Children(folder)
+    failure = ""
     try:
         seen = Seen.of(watch(children, folder, chosen.seconds, chosen.save_svg))
-        load = children.log("load")
+        print(f"\nThe load: {children.log('load').strip()}\nSeen over OTLP: {seen}")
+        if missing := seen.missing():
+            failure = f"it did not show {' nor '.join(missing)}"
     except DemoError as error:
-        children.stop_all()  # first: top may own the screen
-        print(f"\nThe demo failed: {error}\nAll logs: {folder}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        failure = str(error)
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         children.stop_all()
-
-    if missing := seen.missing():
-        print(f"\nThe demo did not show {' nor '.join(missing)}: {seen}\nAll logs: {folder}", file=sys.stderr)
-        return 1
-    print(f"\nThe load: {load.strip()}\nSeen over OTLP: {seen}")
-    shutil.rmtree(folder, ignore_errors=True)
-    return 0
+        if not failure:
+            shutil.rmtree(folder, ignore_errors=True)
+    if failure:
+        print(f"\nThe demo failed: {failure}\nAll logs: {folder}", file=sys.stderr)
+    return 1 if failure else 0
 
 
 if __name__ == "__main__":
