@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gzip
+import http.client
+import json
 import socket
 import threading
 import time
@@ -303,6 +305,13 @@ def test_json_is_read_as_otlp_says(top, http):
     assert point.exemplars[0].span_id.hex() == "eee19b7ec3c1b174"
 
 
+def test_json_keeps_an_empty_message_apart_from_none(top, http):
+    body = {"resourceMetrics": [{"scopeMetrics": [{"metrics": [{"name": "a", "gauge": {}}, {"name": "b"}]}]}]}
+    assert http.post("/v1/metrics", json=body).status_code == 200
+    metrics = top.received[0].resource_metrics[0].scope_metrics[0].metrics
+    assert [metric.WhichOneof("data") for metric in metrics] == ["gauge", None]
+
+
 def test_json_traces_and_logs_with_hex_ids_are_answered(http):
     span = {
         "traceId": "5B8EFFF798038103D269B633813FC60C",
@@ -466,6 +475,15 @@ def test_a_body_over_the_limit_is_refused_and_read_no_further(body, encoding):
         tracemalloc.stop()
         assert peak < 16 << 20
         assert httpx.post(f"{top.http}/v1/metrics", json={}).status_code == 200
+
+
+def test_a_sender_gets_its_refusal_though_it_sends_the_whole_body_first(top):
+    connection = http.client.HTTPConnection(top.endpoint.http_address, timeout=20)
+    connection.request("POST", "/v1/metrics", b"\0" * (30 << 20), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert (answer.status, answer.headers["connection"]) == (413, "close")
+    assert json.loads(answer.read())["code"] == 8
+    connection.close()
 
 
 def test_a_body_of_exactly_the_limit_is_read():

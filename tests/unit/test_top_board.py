@@ -62,7 +62,7 @@ class Sender:
         elif value is not None:
             point.as_double = value
         else:
-            point.flags = 1
+            point.as_int, point.flags = 0, 1
 
     def gauge(self, name, value, *, at=0.0, device="cuda:0", **labels):
         self._fill(self.metrics.add(name=name).gauge.data_points.add(), value, at, device, labels)
@@ -161,13 +161,13 @@ def test_points_microseconds_apart_are_one_collection(board):
 
 def test_a_figure_no_longer_sent_becomes_absent(board):
     for at in (0, 2):
-        board.receive(
-            Sender().gauge("torch.memory.slack", 0.5, at=at).level("torch.memory.limit", 8, at=at).request
-        )
-    assert only_device(board).slack == 0.5
+        sender = Sender().gauge("torch.memory.slack", 0.5, at=at).level("torch.memory.limit", 8, at=at)
+        board.receive(sender.states(at=at, allocated=3).request)
+    assert (only_device(board).slack, only_device(board).ledger) == (0.5, {"allocated": 3})
     for at in (4, 6):
         board.receive(Sender().level("torch.memory.limit", 8, at=at).request)
     assert (only_device(board).slack, only_device(board).limit) == (None, 8)
+    assert only_device(board).ledger == {}
 
 
 @pytest.mark.parametrize("nothing", [None, float("nan"), float("inf")])
@@ -289,6 +289,9 @@ def test_a_burst_of_held_back_exports_does_not_shorten_the_interval(board, clock
         board.receive(reserved(1, at=at))
     clock.now += 100
     assert only_process(board).interval == 60
+    board.receive(reserved(1, at=241))
+    assert only_process(board).interval == 60, "nor does a flush out of turn"
+    clock.now += 100
     assert not only_process(board).gone
 
 
@@ -337,7 +340,7 @@ def test_two_services_with_one_instance_id_are_two_processes(board):
 
 def test_of_200_processes_64_are_kept_and_those_keep_their_history(board, clock):
     for at in (0, 2, 4):
-        for number in range(200):
+        for number in range(200) if at == 0 else reversed(range(200)):
             board.receive(reserved(number, at=at, instance=str(number), pid=number))
         clock.now += 2
     view = board.view()
@@ -359,6 +362,18 @@ def test_a_new_process_takes_the_place_of_the_one_most_overdue(clock):
         "slow has been silent for longer, but is not overdue"
     )
     assert board.view().dropped == 1
+
+
+def test_a_process_turned_away_and_taken_in_later_is_not_dropped(clock):
+    board = Board(max_processes=1, clock=clock)
+    for at in (0, 2):
+        board.receive(reserved(1, at=at, instance="first"))
+    board.receive(reserved(1, at=2, instance="second"))
+    assert board.view().dropped == 1
+    clock.now += 10
+    board.receive(reserved(1, at=12, instance="second"))
+    assert only_process(board).instance == "second"
+    assert board.view().dropped == 1, "first, that has fallen silent"
 
 
 def test_devices_of_a_process_are_bounded_and_in_natural_order(board):

@@ -299,9 +299,7 @@ class _HttpHandler(BaseHTTPRequestHandler):
     server_version = "torchmem-top"
     sys_version = ""
     timeout = IDLE_SECONDS
-    # Each answer in one segment, at once: with Nagle's algorithm a kept-alive sender waits 40 ms for it.
-    wbufsize = -1
-    disable_nagle_algorithm = True
+    wbufsize = -1  # each answer in one segment: in two, a sender that keeps its connection waits 40 ms
     server: _HttpServer  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower than the base's
 
     _unread = False

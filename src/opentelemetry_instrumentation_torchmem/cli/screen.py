@@ -234,8 +234,8 @@ def _waiting(view: BoardView, header: Header) -> Iterator[Text]:
     elif view.strangers:
         yield Text(
             f"{_many(view.strangers, 'export')} without torch.memory metrics, the last from "
-            f"{view.stranger}. They begin once that process has used the GPU through PyTorch, if it runs under "
-            "opentelemetry-instrumentation-torchmem:"
+            f"{view.stranger}. They begin once that process has used the GPU through PyTorch, if it "
+            "runs under opentelemetry-instrumentation-torchmem:"
         )
     else:
         yield Text("The processes that reported have gone. To start one:")
