@@ -15,7 +15,7 @@ DELTA = {Counter: AggregationTemporality.DELTA, ObservableCounter: AggregationTe
 
 
 class Exported:
-    """A meter provider with a reader in memory; each question is a collection of its own unless told not to."""
+    """A meter provider with a reader in memory: `collect`, then ask what came."""
 
     def __init__(self, delta: bool = False) -> None:
         self.reader = InMemoryMetricReader(preferred_temporality=DELTA if delta else None)

@@ -32,7 +32,10 @@ class PoolWatch:
             return
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            self.suspect = self.suspect or any(isinstance(thing, pool_class) for thing in gc.get_objects())
+            self.suspect = self.suspect or any(
+                issubclass(type(thing), pool_class)  # isinstance would wake lazy objects, warnings and all
+                for thing in gc.get_objects()
+            )
         original = pool_class.__dict__.get("__init__")
         if original is None:
             return

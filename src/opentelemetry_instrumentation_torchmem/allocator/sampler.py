@@ -135,6 +135,8 @@ class Sampler:
         return False
 
     def _state(self, source: Source, index: int, may_read: bool) -> DeviceState:
+        if self._pools.suspect and not may_read:
+            self._telemetry.skip("pluggable_pool")
         latest = self._latest.get(index)
         if latest is not None and self._serves(latest, may_read):
             used_elsewhere, limit = self._external.get(index) or (
@@ -143,7 +145,8 @@ class Sampler:
             )
             return self._device_state(latest, limit, used_elsewhere)
         if not may_read:
-            self._telemetry.skip("pluggable_pool" if self._pools.suspect else "sampling")
+            if not self._pools.suspect:
+                self._telemetry.skip("sampling")
             nothing = AllocatorReading(index, monotonic(), {})
             return self._device_state(nothing, self._driver(source, index, nothing)[1], None)
         began = perf_counter()
