@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gzip
-import http.client
 import json
 import socket
 import threading
@@ -13,6 +12,7 @@ import tracemalloc
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 
 import grpc
 import httpx
@@ -478,7 +478,7 @@ def test_a_body_over_the_limit_is_refused_and_read_no_further(body, encoding):
 
 
 def test_a_sender_gets_its_refusal_though_it_sends_the_whole_body_first(top):
-    connection = http.client.HTTPConnection(top.endpoint.http_address, timeout=20)
+    connection = HTTPConnection(top.endpoint.http_address, timeout=20)
     connection.request("POST", "/v1/metrics", b"\0" * (30 << 20), {"content-type": "application/json"})
     answer = connection.getresponse()
     assert (answer.status, answer.headers["connection"]) == (413, "close")
