@@ -26,7 +26,7 @@ SOURCES = {
 }
 FLAGS = ["-std=gnu11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # Linear algebra goes through these libraries; each function of theirs that torch calls becomes one that
-# succeeds and does nothing. Which functions those are differs from release to release: torch's own libraries tell.
+# succeeds and does nothing. Which functions those are differs between releases: torch's own libraries tell.
 NOTHING = re.compile(r"\b(cublas\w+)(?:@\S+)?$")
 
 
@@ -75,7 +75,7 @@ def _header_version(directory: Path) -> int | None:
 
 
 def find_headers(torch: Torch) -> tuple[Path, int]:
-    """The headers of torch's CUDA: from torch's own wheels first, then a toolkit of the same major version."""
+    """The headers of torch's CUDA: from torch's own wheels, else a toolkit of the same major version."""
     packages, major = torch.packages, torch.cuda_major
     places = [
         packages / "triton" / "backends" / "nvidia" / "include",
@@ -93,7 +93,7 @@ def find_headers(torch: Torch) -> tuple[Path, int]:
     raise CannotBuild(
         f"no complete headers of CUDA {major} (cuda_runtime_api.h, cuda.h, crt/) for torch {torch.version}; "
         f"`pip install nvidia-cuda-runtime{'-cu12' if major == 12 else ''} "
-        f"nvidia-cuda-{'nvcc-cu12' if major == 12 else 'crt'}` of that version brings them. Looked in:\n  {looked}"
+        f"nvidia-cuda-{'nvcc-cu12' if major == 12 else 'crt'}` brings them. Looked in:\n  {looked}"
     )
 
 
@@ -116,9 +116,7 @@ def build(python: str = sys.executable) -> Path:
     if torch is None:
         raise CannotBuild(f"{python} has no torch: the emulation is built for the torch that is to run on it")
     if not torch.cuda:
-        raise CannotBuild(
-            f"torch {torch.version} of {python} is a build without CUDA; a CUDA build is needed"
-        )
+        raise CannotBuild(f"torch {torch.version} of {python} is without CUDA; a CUDA build is needed")
     for tool in ("gcc", "nm"):
         if shutil.which(tool) is None:
             raise CannotBuild(f"{tool} is not on PATH (on Debian and Ubuntu: apt-get install gcc libc6-dev)")

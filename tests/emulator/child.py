@@ -20,7 +20,8 @@ def _body(job: dict[str, Any]) -> Any:
         return scope.get("result")
     file = Path(job["file"])
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
@@ -29,7 +30,7 @@ def _body(job: dict[str, Any]) -> Any:
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    # Shortly before the parent gives up, every thread says where it stands. Needs no GIL: a deadlock speaks too.
+    # Shortly before the parent gives up, every thread says where it stands, also when all wait for the GIL.
     faulthandler.enable()
     faulthandler.dump_traceback_later(job["timeout"] * 0.9)
     outcome: dict[str, Any]

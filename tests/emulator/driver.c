@@ -88,7 +88,7 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
     ENTER(cuDeviceGetUuid, BARE);
     if (!emu_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-    emu_uuid(device, (unsigned char *)uuid->bytes);
+    emu_uuid(emu_device(device), (unsigned char *)uuid->bytes);
     return CUDA_SUCCESS;
 }
 
@@ -217,7 +217,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CU
     if (!pages) return CUDA_ERROR_OUT_OF_MEMORY;
     *pages = (struct pages){device, size, 1, *properties};
     pthread_mutex_lock(&emu_lock);
-    bool fits = emu_charge(device, &emu_device(device)->created, size);
+    bool fits = emu_charge(emu_device(device), &emu_device(device)->created, size);
     pthread_mutex_unlock(&emu_lock);
     if (!fits) {
         free(pages);

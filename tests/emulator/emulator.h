@@ -47,7 +47,7 @@ struct device {
     size_t created;    /* cuMemCreate */
     size_t pooled;     /* reserved by stream-ordered memory pools */
     size_t external;   /* other processes and libraries, by emu_external_malloc */
-    int physical;      /* its number before CUDA_VISIBLE_DEVICES */
+    int number;        /* its place in the machine, before CUDA_VISIBLE_DEVICES */
     bool context;      /* the primary context exists */
 };
 
@@ -63,17 +63,21 @@ enum { BARE, IN_CONTEXT };
 /* Counts a call, waits or fails as told, and makes the current device's primary context if the real call
  * would (IN_CONTEXT). Returns 0 or the error that the call has to return. */
 int emu_enter(struct call **cache, const char *name, int kind);
-int emu_device_count(void);
+int emu_device_count(void);            /* those that CUDA_VISIBLE_DEVICES shows */
 struct device *emu_device(int device); /* NULL when there is no such device */
+int emu_physical_count(void);
+struct device *emu_physical_device(int number); /* as NVML counts: all of the machine */
 int emu_current_device(void);
 void emu_set_current_device(int device);
 bool emu_context_is_current(void);
 void emu_make_context(int device);
-void emu_uuid(int device, unsigned char uuid[16]);
-void emu_pci_bus_id(int device, char *text, size_t size);
+void emu_uuid(const struct device *device, unsigned char uuid[16]);
+void emu_uuid_text(const struct device *device, char *text, size_t size);
+void emu_pci_bus_id(const struct device *device, char *text, size_t size);
 int emu_attribute(int attribute, int device);
-size_t emu_used(int device);                          /* locked */
-bool emu_charge(int device, size_t *owner, size_t bytes); /* locked; false when the device is full */
+size_t emu_used(const struct device *device); /* locked */
+/* Locked. Adds the bytes to one of the device's figures, or returns false when it is full. */
+bool emu_charge(struct device *device, size_t *figure, size_t bytes);
 
 /* ---- address ranges (state.c) ---- */
 

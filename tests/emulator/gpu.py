@@ -25,7 +25,7 @@ FOREIGN = ("EMULATED_GPU_", "OTEL_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_C
 
 
 class Failed(AssertionError):
-    """The body raised, or its process died. The message holds the traceback and the child's standard error."""
+    """The body raised, or its process died: the message holds the traceback and standard error."""
 
 
 class Hung(AssertionError):
@@ -92,8 +92,8 @@ class Gpu:
     ) -> Any:
         """Runs the body in a fresh process and returns what it returned.
 
-        `body` is a function at the top level of a test file, called with `args`, or source text, whose variable
-        `result` is returned. Arguments and result travel as JSON: a tuple comes back as a list.
+        `body` is a function at the top level of a test file, called with `args`, or source text, whose
+        variable `result` is returned. Arguments and result travel as JSON: a tuple comes back as a list.
         Raises `gpu.Failed` when it raises or dies, `gpu.Hung` when it has not ended after `timeout` seconds.
         """
         job: dict[str, Any] = {"args": list(args), "timeout": timeout}
@@ -173,7 +173,10 @@ class Gpu:
             _kill_group(process)
 
     def _said(self) -> str:
-        return f"--- its standard error ---\n{self.last.stderr[-20000:]}\n--- its standard output ---\n{self.last.stdout[-5000:]}"
+        return (
+            f"--- its standard error ---\n{self.last.stderr[-20000:]}\n"
+            f"--- its standard output ---\n{self.last.stdout[-5000:]}"
+        )
 
 
 def _kill_group(process: subprocess.Popen[Any]) -> None:

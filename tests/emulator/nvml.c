@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A stub of libnvidia-ml.so.1: devices by number, UUID and bus address, their memory, and this process as the
- * one that uses it. NVML sees all devices of the machine, whatever CUDA_VISIBLE_DEVICES says; the emulation
- * knows only those that CUDA sees, so both agree here. */
+ * one that uses it. As on a real machine all devices are seen, whatever CUDA_VISIBLE_DEVICES says. */
 #define _GNU_SOURCE
 #include "emulator.h"
 
@@ -36,20 +35,9 @@ typedef struct {
     unsigned int gpu_instance, compute_instance;
 } process_t;
 
-static int index_of(handle_t handle) {
-    for (int i = 0; i < emu_device_count(); i++)
-        if (emu_device(i) == handle) return i;
-    return -1;
-}
+static bool known(handle_t handle) { return handle && emu_physical_device(handle->number) == handle; }
 
-static void uuid_text(int device, char *text, size_t size) {
-    unsigned char id[16];
-    emu_uuid(device, id);
-    snprintf(text, size, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", id[0], id[1],
-             id[2], id[3], id[4], id[5], id[6], id[7], id[8], id[9], id[10], id[11], id[12], id[13], id[14], id[15]);
-}
-
-static size_t used_of(int device) {
+static size_t used_of(const struct device *device) {
     pthread_mutex_lock(&emu_lock);
     size_t used = emu_used(device);
     pthread_mutex_unlock(&emu_lock);
@@ -75,30 +63,30 @@ int nvmlSystemGetCudaDriverVersion_v2(int *version) {
 }
 
 int nvmlDeviceGetCount_v2(unsigned int *count) {
-    *count = (unsigned int)emu_device_count();
+    *count = (unsigned int)emu_physical_count();
     return NVML_SUCCESS;
 }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, handle_t *handle) {
-    *handle = emu_device((int)index);
+    *handle = emu_physical_device((int)index);
     return *handle ? NVML_SUCCESS : NVML_INVALID;
 }
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, handle_t *handle) {
-    for (int i = 0; i < emu_device_count(); i++) {
+    for (int i = 0; i < emu_physical_count(); i++) {
         char text[64];
-        uuid_text(i, text, sizeof text);
-        *handle = emu_device(i);
+        *handle = emu_physical_device(i);
+        emu_uuid_text(*handle, text, sizeof text);
         if (strcasecmp(text, uuid) == 0) return NVML_SUCCESS;
     }
     return NVML_NOT_FOUND;
 }
 
 int nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, handle_t *handle) {
-    for (int i = 0; i < emu_device_count(); i++) {
+    for (int i = 0; i < emu_physical_count(); i++) {
         char text[32];
-        emu_pci_bus_id(i, text, sizeof text);
-        *handle = emu_device(i);
+        *handle = emu_physical_device(i);
+        emu_pci_bus_id(*handle, text, sizeof text);
         /* Callers write the domain with four digits or eight. */
         if (strcasecmp(text, bus_id) == 0 || strcasecmp(text + 4, bus_id) == 0) return NVML_SUCCESS;
     }
@@ -106,13 +94,14 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, handle_t *handle) {
 }
 
 int nvmlDeviceGetIndex(handle_t handle, unsigned int *index) {
-    *index = (unsigned int)index_of(handle);
-    return index_of(handle) < 0 ? NVML_INVALID : NVML_SUCCESS;
+    if (!known(handle)) return NVML_INVALID;
+    *index = (unsigned int)handle->number;
+    return NVML_SUCCESS;
 }
 
 int nvmlDeviceGetUUID(handle_t handle, char *text, unsigned int size) {
-    if (index_of(handle) < 0) return NVML_INVALID;
-    uuid_text(index_of(handle), text, size);
+    if (!known(handle)) return NVML_INVALID;
+    emu_uuid_text(handle, text, size);
     return NVML_SUCCESS;
 }
 
@@ -123,37 +112,33 @@ int nvmlDeviceGetName(handle_t handle, char *text, unsigned int size) {
 }
 
 int nvmlDeviceGetPciInfo_v3(handle_t handle, pci_t *pci) {
-    int device = index_of(handle);
-    if (device < 0) return NVML_INVALID;
+    if (!known(handle)) return NVML_INVALID;
     memset(pci, 0, sizeof *pci);
-    pci->bus = (unsigned int)emu_attribute(33, device);
-    emu_pci_bus_id(device, pci->bus_id, sizeof pci->bus_id);
+    pci->bus = (unsigned int)handle->number + 1;
+    emu_pci_bus_id(handle, pci->bus_id, sizeof pci->bus_id);
     snprintf(pci->legacy_bus_id, sizeof pci->legacy_bus_id, "%s", pci->bus_id + 4);
     return NVML_SUCCESS;
 }
 
 int nvmlDeviceGetMemoryInfo(handle_t handle, memory_t *memory) {
-    int device = index_of(handle);
-    if (device < 0) return NVML_INVALID;
+    if (!known(handle)) return NVML_INVALID;
     memory->total = handle->total;
-    memory->used = used_of(device);
+    memory->used = used_of(handle);
     memory->free = memory->total - memory->used;
     return NVML_SUCCESS;
 }
 
 int nvmlDeviceGetMemoryInfo_v2(handle_t handle, memory_v2_t *memory) {
-    int device = index_of(handle);
-    if (device < 0) return NVML_INVALID;
+    if (!known(handle)) return NVML_INVALID;
     memory->total = handle->total;
     memory->reserved = 0;
-    memory->used = used_of(device);
+    memory->used = used_of(handle);
     memory->free = memory->total - memory->used;
     return NVML_SUCCESS;
 }
 
 int nvmlDeviceGetComputeRunningProcesses_v3(handle_t handle, unsigned int *count, process_t *processes) {
-    int device = index_of(handle);
-    if (device < 0) return NVML_INVALID;
+    if (!known(handle)) return NVML_INVALID;
     unsigned int room = *count;
     *count = handle->context ? 1 : 0;
     if (*count > room) return NVML_TOO_SMALL;
@@ -161,7 +146,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(handle_t handle, unsigned int *count
         memset(processes, 0, sizeof *processes);
         processes->pid = (unsigned int)getpid();
         pthread_mutex_lock(&emu_lock);
-        processes->used = emu_used(device) - handle->external;
+        processes->used = emu_used(handle) - handle->external;
         pthread_mutex_unlock(&emu_lock);
     }
     return NVML_SUCCESS;

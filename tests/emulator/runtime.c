@@ -122,7 +122,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int device) {
     if (!emu_device(device)) return answer(EMU_BAD_DEVICE);
     memset(prop, 0, sizeof *prop);
     snprintf(prop->name, sizeof prop->name, "Emulated GPU (no hardware)");
-    emu_uuid(device, (unsigned char *)prop->uuid.bytes);
+    emu_uuid(emu_device(device), (unsigned char *)prop->uuid.bytes);
     prop->totalGlobalMem = emu_device(device)->total;
     prop->sharedMemPerBlock = (size_t)emu_attribute(8, device);
     prop->regsPerBlock = emu_attribute(12, device);
@@ -170,7 +170,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
 cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) {
     ENTER(cudaDeviceGetPCIBusId, BARE);
     if (!emu_device(device)) return answer(EMU_BAD_DEVICE);
-    emu_pci_bus_id(device, text, (size_t)size);
+    emu_pci_bus_id(emu_device(device), text, (size_t)size);
     return cudaSuccess;
 }
 
@@ -211,7 +211,7 @@ static cudaError_t allocate(void **pointer, size_t size, enum range_kind kind) {
     *pointer = NULL;
     if (!size) return cudaSuccess;
     pthread_mutex_lock(&emu_lock);
-    bool fits = emu_charge(device, &emu_device(device)->malloced, charge);
+    bool fits = emu_charge(emu_device(device), &emu_device(device)->malloced, charge);
     pthread_mutex_unlock(&emu_lock);
     if (!fits) return answer(EMU_OUT_OF_MEMORY);
     char *start = emu_map(charge, 2 * MiB, true);
@@ -260,10 +260,10 @@ cudaError_t cudaFree(void *pointer) {
 
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
     ENTER(cudaMemGetInfo, IN_CONTEXT);
-    int device = emu_current_device();
+    struct device *device = emu_device(emu_current_device());
     pthread_mutex_lock(&emu_lock);
     size_t used = emu_used(device);
-    *total = emu_device(device)->total;
+    *total = device->total;
     pthread_mutex_unlock(&emu_lock);
     *available = used < *total ? *total - used : 0;
     return cudaSuccess;
@@ -322,10 +322,10 @@ static cudaError_t allocate_from(cudaMemPool_t pool, void **pointer, size_t size
     if (pool->used + charge > pool->reserved) {
         size_t missing = pool->used + charge - pool->reserved;
         size_t step = (missing + POOL_STEP - 1) / POOL_STEP * POOL_STEP;
-        size_t *pooled = &emu_device(pool->device)->pooled;
-        if (emu_charge(pool->device, pooled, step))
+        struct device *device = emu_device(pool->device);
+        if (emu_charge(device, &device->pooled, step))
             pool->reserved += step;
-        else if (emu_charge(pool->device, pooled, missing))
+        else if (emu_charge(device, &device->pooled, missing))
             pool->reserved += missing;
         else
             fits = false;

@@ -5,7 +5,6 @@
 #define _GNU_SOURCE
 #include "emulator.h"
 
-#include <ctype.h>
 #include <errno.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -21,7 +20,8 @@
 pthread_mutex_t emu_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static struct device devices[MAX_DEVICES];
-static int device_count;
+static int physical_count;
+static int visible[MAX_DEVICES], device_count; /* what CUDA_VISIBLE_DEVICES leaves, in its order */
 static bool started; /* cuInit has happened */
 static bool forked;  /* ... in a process that this one was forked from */
 static unsigned long contexts_made;
@@ -82,47 +82,44 @@ static void read_memory(void) {
     }
 }
 
+/* Which device of the machine an entry of CUDA_VISIBLE_DEVICES names: a number, or a UUID or its beginning. */
+static int named_device(const char *entry, size_t length) {
+    char name[64];
+    char *end;
+    long number = strtol(entry, &end, 10);
+    if (end == entry + length && length && number >= 0 && number < physical_count) return (int)number;
+    for (int i = 0; i < physical_count && length >= 4; i++) {
+        emu_uuid_text(&devices[i], name, sizeof name);
+        if (strncmp(name, entry, length) == 0) return i;
+    }
+    return -1;
+}
+
 static void read_devices(void) {
     const char *value = getenv("EMULATED_GPU_DEVICES");
-    int physical = value && *value ? atoi(value) : 1;
-    if (physical < 0 || physical > MAX_DEVICES || (value && *value && !isdigit((unsigned char)*value)))
-        refuse("EMULATED_GPU_DEVICES", value, "0 to 16");
-    size_t totals[MAX_DEVICES];
-    for (int i = 0; i < MAX_DEVICES; i++) totals[i] = devices[i].total;
-    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-    device_count = 0;
-    if (!visible) {
-        for (int i = 0; i < physical; i++) devices[i].physical = i;
-        device_count = physical;
-        return;
+    char *end = "";
+    physical_count = value && *value ? (int)strtol(value, &end, 10) : 1;
+    if (physical_count < 0 || physical_count > MAX_DEVICES || *end) refuse("EMULATED_GPU_DEVICES", value, "0 to 16");
+    for (int i = 0; i < MAX_DEVICES; i++) devices[i].number = i;
+    const char *entry = getenv("CUDA_VISIBLE_DEVICES");
+    if (!entry)
+        for (; device_count < physical_count; device_count++) visible[device_count] = device_count;
+    while (entry && *entry && device_count < physical_count) {
+        size_t length = strcspn(entry, ",");
+        int number = named_device(entry, length);
+        if (number < 0) break; /* as CUDA does: the list ends where an entry names no device */
+        visible[device_count++] = number;
+        entry += length + (entry[length] == ',');
     }
-    /* As CUDA does: numbers or UUID prefixes; the list ends at the first that names no device. */
-    while (*visible && device_count < MAX_DEVICES) {
-        int found = -1;
-        size_t length = strcspn(visible, ",");
-        if (strncmp(visible, "GPU-", 4) == 0) {
-            for (int i = 0; i < physical && found < 0; i++) {
-                unsigned char id[16];
-                char name[64];
-                devices[MAX_DEVICES - 1].physical = i;
-                emu_uuid(MAX_DEVICES - 1, id);
-                snprintf(name, sizeof name, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x",
-                         id[0], id[1], id[2], id[3], id[4], id[5], id[6], id[7], id[8], id[9], id[10], id[11], id[12],
-                         id[13], id[14], id[15]);
-                if (strncmp(name, visible, length) == 0) found = i;
-            }
-        } else {
-            char *end;
-            long number = strtol(visible, &end, 10);
-            if (end != visible && number >= 0 && number < physical) found = (int)number;
-        }
-        if (found < 0) break;
-        devices[device_count].physical = found;
-        devices[device_count].total = totals[found];
-        device_count++;
-        visible += length;
-        if (*visible == ',') visible++;
-    }
+}
+
+static void read_external(void) {
+    const char *value = getenv("EMULATED_GPU_EXTERNAL");
+    if (!value || !*value) return;
+    const char *text = value;
+    size_t size = read_size(&text);
+    if (!size || *text) refuse("EMULATED_GPU_EXTERNAL", value, "a size such as 1GiB, taken on every device");
+    for (int i = 0; i < MAX_DEVICES; i++) devices[i].external = size < devices[i].total ? size : devices[i].total;
 }
 
 /* ---- pauses and failures ---- */
@@ -186,6 +183,7 @@ static void after_fork_in_child(void) {
 static void read_settings(void) {
     read_memory();
     read_devices();
+    read_external();
     read_rules("EMULATED_GPU_PAUSE", true);
     read_rules("EMULATED_GPU_FAIL", false);
     pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
@@ -205,9 +203,9 @@ static void start(void) {
     pthread_mutex_unlock(&emu_lock);
     /* Only a process that asks for a GPU hears it: shells and other children of a test stay silent. */
     if (first)
-        complain("this is no GPU but an emulation of the CUDA runtime (pid %d, %d device%s, %.0f MiB each): "
+        complain("this is no GPU but an emulation of the CUDA runtime (pid %d, %d device%s of %.0f MiB): "
                  "memory is real, kernels do nothing",
-                 getpid(), device_count, device_count == 1 ? "" : "s", (double)devices[0].total / (double)MiB);
+                 getpid(), device_count, device_count == 1 ? "" : "s", (double)devices[visible[0]].total / (double)MiB);
 }
 
 static void pause_for(int milliseconds) {
@@ -268,38 +266,52 @@ int emu_device_count(void) {
 
 struct device *emu_device(int device) {
     read_settings_once();
-    return device >= 0 && device < device_count ? &devices[device] : NULL;
+    return device >= 0 && device < device_count ? &devices[visible[device]] : NULL;
+}
+
+int emu_physical_count(void) {
+    read_settings_once();
+    return physical_count;
+}
+
+struct device *emu_physical_device(int number) {
+    return number >= 0 && number < emu_physical_count() ? &devices[number] : NULL;
 }
 
 int emu_current_device(void) { return current_device; }
 
 void emu_set_current_device(int device) {
     current_device = device;
-    context_is_current = devices[device].context;
+    context_is_current = emu_device(device)->context;
 }
 
 bool emu_context_is_current(void) { return context_is_current; }
 
 void emu_make_context(int device) {
+    struct device *d = emu_device(device);
     if (device == current_device) context_is_current = true;
-    if (devices[device].context) return;
+    if (d->context) return;
     pthread_mutex_lock(&emu_lock);
-    if (!devices[device].context) {
-        devices[device].context = true;
-        contexts_made++;
-    }
+    if (!d->context) contexts_made++;
+    d->context = true;
     pthread_mutex_unlock(&emu_lock);
 }
 
-void emu_uuid(int device, unsigned char uuid[16]) {
-    static const unsigned char pattern[16] = {0xe3, 0x01, 0xa7, 0xed, 0x00, 0x00, 0x40, 0x00,
-                                              0x80, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00};
+void emu_uuid(const struct device *device, unsigned char uuid[16]) {
+    static const unsigned char pattern[16] = {0xe3, 0x01, 0xa7, 0xed, 0x00, 0x00, 0x40, 0x00, 0x80};
     memcpy(uuid, pattern, 16);
-    uuid[15] = (unsigned char)devices[device].physical;
+    uuid[15] = (unsigned char)device->number;
 }
 
-void emu_pci_bus_id(int device, char *text, size_t size) {
-    snprintf(text, size, "00000000:%02X:00.0", devices[device].physical + 1);
+void emu_uuid_text(const struct device *device, char *text, size_t size) {
+    unsigned char id[16];
+    emu_uuid(device, id);
+    snprintf(text, size, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", id[0], id[1], id[2],
+             id[3], id[4], id[5], id[6], id[7], id[8], id[9], id[10], id[11], id[12], id[13], id[14], id[15]);
+}
+
+void emu_pci_bus_id(const struct device *device, char *text, size_t size) {
+    snprintf(text, size, "00000000:%02X:00.0", device->number + 1);
 }
 
 /* cudaDeviceAttr and CUdevice_attribute use the same numbers. What is not named is not there: 0. */
@@ -318,7 +330,7 @@ int emu_attribute(int attribute, int device) {
     case 16: return 108;               /* MultiProcessorCount */
     case 19: return 1;                 /* CanMapHostMemory */
     case 31: return 1;                 /* ConcurrentKernels */
-    case 33: return devices[device].physical + 1; /* PciBusId */
+    case 33: return emu_device(device)->number + 1; /* PciBusId */
     case 36: return 1215000;           /* MemoryClockRate, kHz */
     case 37: return 5120;              /* GlobalMemoryBusWidth */
     case 38: return 40 << 20;          /* L2CacheSize */
@@ -344,15 +356,14 @@ int emu_attribute(int attribute, int device) {
     }
 }
 
-size_t emu_used(int device) {
-    struct device *d = &devices[device];
-    return d->malloced + d->created + d->pooled + d->external;
+size_t emu_used(const struct device *device) {
+    return device->malloced + device->created + device->pooled + device->external;
 }
 
-bool emu_charge(int device, size_t *owner, size_t bytes) {
+bool emu_charge(struct device *device, size_t *figure, size_t bytes) {
     size_t used = emu_used(device);
-    if (used > devices[device].total || bytes > devices[device].total - used) return false;
-    *owner += bytes;
+    if (used > device->total || bytes > device->total - used) return false;
+    *figure += bytes;
     return true;
 }
 
@@ -440,18 +451,20 @@ void emu_fill(void *to, int value, size_t size) {
 /* ---- control: what tests call (control.py) ---- */
 
 EXPORT int emu_external_malloc(int device, size_t bytes) {
-    if (!emu_device(device)) return EMU_BAD_DEVICE;
+    struct device *d = emu_device(device);
+    if (!d) return EMU_BAD_DEVICE;
     pthread_mutex_lock(&emu_lock);
-    bool fits = emu_charge(device, &devices[device].external, bytes);
+    bool fits = emu_charge(d, &d->external, bytes);
     pthread_mutex_unlock(&emu_lock);
     return fits ? EMU_SUCCESS : EMU_OUT_OF_MEMORY;
 }
 
 EXPORT int emu_external_free(int device, size_t bytes) {
-    if (!emu_device(device)) return EMU_BAD_DEVICE;
+    struct device *d = emu_device(device);
+    if (!d) return EMU_BAD_DEVICE;
     pthread_mutex_lock(&emu_lock);
-    bool held = bytes <= devices[device].external;
-    if (held) devices[device].external -= bytes;
+    bool held = bytes <= d->external;
+    if (held) d->external -= bytes;
     pthread_mutex_unlock(&emu_lock);
     return held ? EMU_SUCCESS : EMU_INVALID;
 }
@@ -461,7 +474,7 @@ EXPORT size_t emu_bytes(int device, int what) {
     struct device *d = emu_device(device);
     if (!d) return 0;
     pthread_mutex_lock(&emu_lock);
-    size_t figures[] = {emu_used(device), d->malloced, d->created, d->pooled, d->external, d->total};
+    size_t figures[] = {emu_used(d), d->malloced, d->created, d->pooled, d->external, d->total};
     pthread_mutex_unlock(&emu_lock);
     return what >= 0 && what < 6 ? figures[what] : 0;
 }
