@@ -93,13 +93,13 @@ class Requests:
     def begin(
         self,
         target: Target,
-        name: str,
+        name: str | Callable[[Sequence[Any]], str],
         arguments: Sequence[Any] = (),
         keywords: Mapping[str, Any] = _NO_KEYWORDS,
     ) -> Probe | None:
         """A probe of a call that starts now, its context attached; None where nothing is wanted.
 
-        ``name`` is the span's. Never raises.
+        ``name`` is the span's, or makes it from the arguments. Never raises.
         """
         probe = None
         try:
@@ -121,6 +121,8 @@ class Requests:
             span = INVALID_SPAN
             if traced and mode != "off":
                 if mode == "new":
+                    if not isinstance(name, str):
+                        name = name(arguments)
                     span = self._tracer.start_span(name, context, attributes=self.series(target).labels)
                 else:
                     span = trace.get_current_span(context)
