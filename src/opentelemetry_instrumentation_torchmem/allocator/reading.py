@@ -7,8 +7,7 @@ Pure data: no torch, no clock, no OpenTelemetry. A test builds a reading by hand
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 Statistics = Mapping[str, Any]
 """The allocator's nested statistics, less what this backend, mode or release cannot give."""
@@ -48,8 +47,7 @@ class _Scalar(_Figure):
         return self if reading is None else reading.statistics.get(self._key)
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorReading:
+class AllocatorReading(NamedTuple):
     """What the caching allocator said of one device in one call.
 
     Bytes are bytes, counts are counts; None means that this backend, mode or release cannot say.
@@ -118,16 +116,14 @@ class AllocatorReading:
         return {pool: figures[key]["current"] for pool, key in POOLS.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class DriverMemory:
+class DriverMemory(NamedTuple):
     """What the driver says of the whole device, whoever uses it. Bytes."""
 
     free: int
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class HostReading:
+class HostReading(NamedTuple):
     """Pinned host memory of torch's caching host allocator. Bytes."""
 
     allocated: int
@@ -136,8 +132,7 @@ class HostReading:
     """Pinned, whether in use or kept for later."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceState:
+class DeviceState(NamedTuple):
     """All that one collection knows of one device."""
 
     reading: AllocatorReading

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import inf
 from threading import get_ident
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..telemetry import OwnTelemetry
 from .pools import PoolWatch
@@ -30,8 +29,7 @@ COUNTERS = (
 """The figures of a reading that only grow, until the user resets them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Collection:
+class Collection(NamedTuple):
     """All that one collection knows of this process."""
 
     torch_version: str

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from .reading import AllocatorReading, DriverMemory, HostReading
 from .settings import AllocatorSettings, settings_in_force
@@ -35,8 +34,7 @@ def initialised_torch() -> Any | None:
     return sys.modules["torch"] if is_initialized is not None and is_initialized() else None
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """One device, by the names that join it to other telemetry."""
 
     index: int

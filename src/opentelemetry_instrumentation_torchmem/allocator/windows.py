@@ -145,7 +145,9 @@ class OpenWindows:
         # reentrant: a signal handler may make a request in the middle of one
         self._lock = threading.RLock()
         self._sequence = 0
+        self._open = 0
         self.count = 0
+        """Those open now, the nested ones not counted."""
         self.by_key: dict[Hashable, int] = {}
         """The windows open now of each key ever seen, the nested ones too."""
         # the largest counts still to be seen by a window that is open: sequences rise, counts fall
@@ -156,6 +158,7 @@ class OpenWindows:
         """A window from now on; the key is the caller's own, to count by."""
         with self._lock:
             self.by_key[key] = self.by_key.get(key, 0) + 1
+            self._open += 1
             if nested:
                 return Window(key, self._sequence + 1, self.count, nested)
             self._sequence += 1
@@ -173,9 +176,10 @@ class OpenWindows:
             at = bisect_left(self._sequences, window.sequence)
             later = self._counts[at] if at < len(self._counts) else 0
             self.by_key[window.key] -= 1
+            self._open -= 1
             if not window.nested:
                 self.count -= 1
-                if self.count == 0:
-                    self._sequences.clear()
-                    self._counts.clear()
+            if self._open == 0:
+                self._sequences.clear()
+                self._counts.clear()
             return max(window.count_at_birth, later, 1)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows against a brute-force account of the same life; changes against their definition."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opentelemetry_instrumentation_torchmem.allocator.reading import AllocatorReading
+from opentelemetry_instrumentation_torchmem.allocator.windows import (
+    NOTHING_KNOWN,
+    OpenWindows,
+    change,
+    followed,
+    total,
+)
+
+MIB = 1 << 20
+
+
+def statistics(**figures) -> dict:
+    """A native reading's statistics: `reserved=`, `allocated=`, `turnover=`, ... the rest is 0."""
+    peak = figures.get("peak", figures.get("allocated", 0))
+    allocated, turnover = figures.get("allocated", 0), figures.get("turnover", figures.get("allocated", 0))
+
+    def family(current: int, peak: int = 0, grown: int = 0) -> dict:
+        return {"all": {"current": current, "peak": peak, "allocated": grown, "freed": grown - current}}
+
+    return {
+        "allocated_bytes": family(allocated, peak, turnover),
+        "active_bytes": family(allocated, figures.get("active_peak", peak)),
+        "reserved_bytes": family(figures.get("reserved", 0), figures.get("reserved", 0)),
+        "inactive_split_bytes": family(figures.get("split", 0)),
+        "num_alloc_retries": figures.get("retries", 0),
+        "num_ooms": figures.get("ooms", 0),
+        "num_device_alloc": figures.get("device_allocations", 0),
+        "num_sync_all_streams": figures.get("syncs", 0),
+    }
+
+
+def reading(device: int = 0, at: float = 0.0, **figures) -> AllocatorReading:
+    return AllocatorReading(device, at, statistics(**figures))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 7), st.booleans()), max_size=200))
+def test_each_window_sees_the_most_that_were_open_with_it(steps):
+    windows = OpenWindows()
+    living: list[list] = []  # window, most seen so far
+    for opens, which, nested in steps:
+        if opens:
+            nested = nested and any(not inner for _, _, inner in living)
+            living.append([windows.open("key", nested), 0, nested])
+            count = sum(not inner for _, _, inner in living)
+            assert windows.count == count
+            for life in living:
+                life[1] = max(life[1], count)
+        elif living:
+            window, most, _ = living.pop(which % len(living))
+            assert windows.close(window) == max(most, 1)
+    for window, most, _ in living:
+        assert windows.close(window) == max(most, 1)
+    assert windows.count == 0
+    assert windows.by_key.get("key", 0) == 0
+
+
+def test_no_window_is_lost_between_threads():
+    windows = OpenWindows()
+    seen = []
+
+    def live() -> None:
+        for _ in range(2000):
+            seen.append(windows.close(windows.open("key")))
+
+    threads = [threading.Thread(target=live) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert windows.count == 0
+    assert windows.by_key == {"key": 0}
+    assert 1 <= min(seen)
+    assert max(seen) <= 4
+
+
+def test_a_change_is_after_less_before():
+    before = reading(
+        reserved=100, allocated=60, turnover=500, peak=80, retries=1, device_allocations=5, syncs=2
+    )
+    after = reading(
+        reserved=160,
+        allocated=50,
+        turnover=900,
+        peak=130,
+        retries=3,
+        device_allocations=8,
+        syncs=4,
+        ooms=1,
+        split=40,
+    )
+    got = change(before, after)
+    assert got._asdict() == {
+        "reserved_before": 100,
+        "reserved_delta": 60,
+        "allocated_before": 60,
+        "allocated_delta": -10,
+        "peak_growth": 50,
+        "retries": 2,
+        "ooms": 1,
+        "device_allocations": 3,
+        "device_syncs": 2,
+        "turnover": 400,
+        "inactive_split": 40,
+        "reserved": 160,
+    }
+    assert got.fragmentation == 0.25
+
+
+def test_a_reset_of_the_counters_inside_the_window_leaves_them_unknown():
+    before = reading(allocated=60, turnover=500, retries=4)
+    after = reading(allocated=70, turnover=600, retries=5)
+    after.statistics["allocated_bytes"]["all"]["freed"] = 550  # 20 were live at the reset
+    got = change(before, after)
+    assert (got.retries, got.turnover, got.device_allocations) == (None, None, None)
+    assert got.allocated_delta == 10
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"peak": 80}, {"peak": 80}, 0),
+        ({"peak": 80}, {"peak": 95}, 15),
+        ({"peak": 80}, {"peak": 30}, None),  # reset, and lower since
+        ({"peak": 80, "active_peak": 99}, {"peak": 95, "active_peak": 96}, None),  # reset, and higher since
+    ],
+)
+def test_a_peak_is_told_only_if_no_reset_hides_it(before, after, expected):
+    assert change(reading(**before), reading(**after)).peak_growth == expected
+
+
+def test_devices_add_up_and_an_unknown_one_has_no_sum():
+    first = change(reading(reserved=10), reading(reserved=30))
+    second = change(reading(1, reserved=5), reading(1, reserved=4))
+    assert total([first, second]).reserved_delta == 19
+    assert total([first, second]).reserved_before == 15
+    assert total([first, NOTHING_KNOWN]).reserved_delta is None
+
+
+def test_calls_one_after_another_add_up_from_the_first_ones_start():
+    first = change(reading(reserved=10, retries=1), reading(reserved=30, retries=2))
+    second = change(reading(reserved=30, retries=5), reading(reserved=25, retries=5, split=5))
+    both = followed(first, second)
+    assert (both.reserved_before, both.reserved_delta, both.retries) == (10, 15, 1)
+    assert both.fragmentation == 0.2
