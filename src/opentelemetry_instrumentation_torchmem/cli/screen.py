@@ -193,10 +193,15 @@ def frame(view: BoardView, header: Header, width: int, height: int) -> Renderabl
     if not rows:
         return Group(*lines, Text(), *_waiting(view, header))
     notes = _notes(view, header, 0)
-    blocks = [line for process, device in rows for line in (Text(), *_block(process, device, width))]
-    if len(lines) + len(blocks) + len(notes) <= height:
+    room = height - len(lines) - len(notes)
+    blocks: list[Text] = []
+    for process, device in rows:
+        blocks += (Text(), *_block(process, device, width))
+        if len(blocks) > room:
+            break
+    else:
         return Group(*lines, *blocks, *notes)
-    room = max(1, height - len(lines) - len(notes) - _TABLE_EXTRA)
+    room = max(1, room - _TABLE_EXTRA)
     if len(rows) > room:
         room = max(1, height - len(lines) - 2 - _TABLE_EXTRA)
         notes = _notes(view, header, len(rows) - room)
@@ -216,7 +221,19 @@ def svg(view: BoardView, header: Header, width: int) -> str:
     console.print(frame(view, header, width, height=10_000))
     picture = console.export_svg(title="torchmem top")
     # rich links fonts from the network; the reader's own monospace serves, and nothing is fetched.
-    return re.sub(r"@font-face\s*\{[^}]*\}\s*", "", picture)
+    picture = re.sub(r"@font-face\s*\{[^}]*\}\s*", "", picture)
+    return _SVG_INDENTED.sub(_indent, picture)
+
+
+# Some viewers drop the spaces that a text begins with: begin it after them instead.
+_SVG_INDENTED = re.compile(r'x="([\d.]+)" (y="[\d.]+") textLength="([\d.]+)"([^>]*>)((?:&#160;)+)')
+_SVG_CELL = 12.2
+
+
+def _indent(found: re.Match[str]) -> str:
+    x, y, length, rest, spaces = found.groups()
+    indent = len(spaces) // len("&#160;") * _SVG_CELL
+    return f'x="{float(x) + indent:g}" {y} textLength="{float(length) - indent:g}"{rest}'
 
 
 def _title(header: Header, width: int) -> Text:
