@@ -1,0 +1,572 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that are measured and otherwise the same: plain, coroutine and generator functions of both kinds.
+
+A stream's call ends when the stream does. Knows the probe's handle, and of torch only whether it compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import suppress
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, ModuleType
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import wrapt
+
+from .probe import Probe, Requests, Target
+
+_Proxy: Any = wrapt.ObjectProxy
+Function = Callable[..., Any]
+SpanName = str | Callable[[Sequence[Any]], str]
+"""The span's name, or what makes it from the positional arguments."""
+
+
+def wrap(function: Function, target: Target, requests: Requests, name: SpanName | None = None) -> Function:
+    """A plain function of the same kind, name and signature that measures each call of ``function``.
+
+    A generator, coroutine or async generator that a plain function returns is followed to its end, and with
+    ``target.iterator`` any iterator; everything else that it returns is the caller's, untouched. Without a
+    ``name`` the span is called after the operation and the class that the call is on.
+    """
+    return _wrap(function, target, requests, name)[0]
+
+
+def wrap_attribute(
+    owner: type | ModuleType, attribute: str, target: Target, requests: Requests
+) -> Callable[[], None]:
+    """Measure a method of a class, its own or inherited, or a function of a module; returns the undo.
+
+    Static and class methods stay what they are. The undo puts back what was there, unless somebody has
+    wrapped ours since: then ours stays and passes straight through. What is measured already stays as it is.
+
+    Raises:
+        AttributeError: there is no such attribute.
+        TypeError: it is a property, a class, or nothing that is called; or the owner cannot be changed.
+
+    Example:
+        >>> undo = wrap_attribute(Engine, "generate", Target("app.Engine.generate", "generate"), requests)
+        >>> undo()
+    """
+    entry: object = _entry(owner, attribute)
+    own = attribute in vars(owner)
+    kind: type[Any] = type(entry)
+    static_or_class = issubclass(kind, (staticmethod, classmethod))
+    function: Any = cast("Any", entry).__func__ if static_or_class else entry
+    if isinstance(function, type) or not callable(function):
+        where = f"{owner.__name__}.{attribute}"
+        raise TypeError(
+            f"{where} is a {type(function).__qualname__}: only functions and methods are measured"
+        )
+    if own and function in _asking:
+        return _nothing_to_undo
+    call = function
+    if isinstance(owner, type) and not isinstance(entry, staticmethod):
+        if not own:
+            call = _next_in_line(owner, attribute, function)
+        elif not isinstance(function, FunctionType) and hasattr(kind, "__get__"):
+            call = _bound_by(entry)
+    wrapper, asking = _wrap(function, target, requests, None, call)
+    made: Any = wrapper
+    if static_or_class:
+        made = cast("Any", kind)(wrapper)
+    elif isinstance(owner, type) and not hasattr(kind, "__get__"):
+        made = staticmethod(wrapper)  # a callable object is not bound to instances: no more is ours
+    setattr(owner, attribute, made)
+
+    def undo() -> None:
+        asking.begin = _measure_nothing
+        if vars(owner).get(attribute) is not made:
+            return
+        if own:
+            setattr(owner, attribute, entry)
+        else:
+            delattr(owner, attribute)
+
+    return undo
+
+
+# the compiler
+
+
+def is_compiling() -> bool:
+    """Whether torch is tracing this very call; this stands in until torch is imported."""
+    return False
+
+
+def torch_imported(torch: Any) -> None:
+    """From now on pass through what torch compiles, exports or traces. Owner of the switch: the instrumentor.
+
+    The compiler knows ``torch.compiler.is_compiling`` by identity and folds it to a constant, so that a
+    wrapper leaves nothing in the graph; wrappers find it here, late, as torch may come after them.
+    """
+    compiling = getattr(torch.compiler, "is_compiling", None)
+    if compiling is None:  # before 2.3 it is the compiler's own, which most processes never import
+        wrapt.register_post_import_hook(
+            lambda dynamo: _pass_through_when(dynamo.is_compiling, torch.jit.is_tracing), "torch._dynamo"
+        )
+    else:
+        _pass_through_when(compiling, torch.jit.is_tracing)
+
+
+def _pass_through_when(compiling: Callable[[], bool], tracing: Callable[[], bool]) -> None:
+    def is_compiling() -> bool:
+        return compiling() or tracing()
+
+    globals()["is_compiling"] = is_compiling
+
+
+_here = sys.modules[__name__]
+"""Wrappers reach this module so: their own globals are the user's (``_at_home``)."""
+
+
+# the wrappers
+
+
+class _Asking:
+    """How a wrapper asks for a probe; one that was undone, or came out of a pickle, asks for nothing."""
+
+    __slots__ = ("begin",)
+
+    def __init__(self, begin: Callable[..., Probe | None] | None = None) -> None:
+        self.begin = begin or _measure_nothing
+
+    def __reduce__(self) -> tuple[type[_Asking], tuple[()]]:
+        return _Asking, ()
+
+
+def _measure_nothing(*_: Any) -> None:
+    return None
+
+
+def _nothing_to_undo() -> None:
+    return None
+
+
+_asking: WeakKeyDictionary[Function, _Asking] = WeakKeyDictionary()
+"""Every wrapper there is: an attribute would be copied by whoever wraps ours with ``functools.wraps``."""
+
+
+def _wrap(
+    function: Function,
+    target: Target,
+    requests: Requests,
+    name: SpanName | None,
+    call: Function | None = None,
+) -> tuple[Function, _Asking]:
+    """``call`` is called, ``function`` is what it looks like."""
+    make = (
+        _coroutine
+        if inspect.iscoroutinefunction(function)
+        else _async_generator
+        if inspect.isasyncgenfunction(function)
+        else _generator
+        if inspect.isgeneratorfunction(function)
+        else _plain
+    )
+    asking = _Asking(requests.begin)
+    wrapper = make(call or function, asking, target, name or _default_name(function, target.operation))
+    wrapper = _at_home(wrapper, function)
+    functools.update_wrapper(wrapper, function)
+    with suppress(TypeError, ValueError):  # a builtin that has none
+        wrapper.__signature__ = inspect.signature(function)
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_flags & inspect.CO_ITERABLE_COROUTINE:
+        wrapper = types.coroutine(wrapper)
+    _asking[wrapper] = asking
+    return wrapper, asking
+
+
+def _at_home(wrapper: Any, function: Function) -> Any:
+    """The wrapper with the user's module for its globals: TorchScript, ``torch.fx`` and readers of string
+    annotations look up there what the user's function names."""
+    home = getattr(inspect.unwrap(function), "__globals__", None)
+    if not isinstance(home, dict):
+        return wrapper
+    return FunctionType(
+        wrapper.__code__,
+        cast("dict[str, Any]", home),
+        wrapper.__name__,
+        wrapper.__defaults__,
+        wrapper.__closure__,
+    )
+
+
+def _plain(function: Function, asking: _Asking, target: Target, name: SpanName) -> Function:
+    here, returned = _here, _returned
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if here.is_compiling():
+            return function(*args, **kwargs)
+        probe = asking.begin(target, name, args, kwargs)
+        if probe is None:
+            return function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            probe.fail(error)
+            raise
+        return returned(probe, result)
+
+    return wrapper
+
+
+def _coroutine(function: Function, asking: _Asking, target: Target, name: SpanName) -> Function:
+    steps, as_coroutine = _steps, _as_coroutine
+
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        probe = asking.begin(target, name, args, kwargs)
+        if probe is None:
+            return await function(*args, **kwargs)
+        try:
+            result = await steps(as_coroutine(function(*args, **kwargs)), probe)
+        except BaseException as error:
+            probe.fail(error)
+            raise
+        probe.stop(result)
+        return result
+
+    return wrapper
+
+
+def _generator(
+    function: Callable[..., Generator[Any, Any, Any]], asking: _Asking, target: Target, name: SpanName
+) -> Function:
+    here, unmeasured, as_generator = _here, _UNMEASURED, _as_generator
+
+    def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        if here.is_compiling():
+            return (yield from function(*args, **kwargs))
+        probe = asking.begin(target, name, args, kwargs) or unmeasured
+        closing = False
+        try:
+            inner = as_generator(function(*args, **kwargs))
+            step, value = inner.send, None
+            while True:
+                try:
+                    item = step(value)
+                finally:
+                    value = None  # an exception that was thrown in must not be kept by its own traceback
+                probe.leave()
+                # not `yield from`: it would turn throw(GeneratorExit) into close(), whose result it loses
+                try:
+                    value = yield item
+                    step, closing = inner.send, False
+                except BaseException as error:
+                    step, value, closing = inner.throw, error, isinstance(error, GeneratorExit)
+                probe.enter()
+        except StopIteration as end:
+            if closing:
+                probe.abandon()
+            else:
+                probe.stop(end.value)
+            return end.value
+        except BaseException as error:
+            if closing:
+                probe.abandon()
+            else:
+                probe.fail(error)
+            raise
+
+    return wrapper
+
+
+def _async_generator(function: Function, asking: _Asking, target: Target, name: SpanName) -> Function:
+    unmeasured, steps, as_async_generator, first = _UNMEASURED, _steps, _as_async_generator, _first
+
+    async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        probe = asking.begin(target, name, args, kwargs) or unmeasured
+        closing = False
+        try:
+            inner = as_async_generator(function(*args, **kwargs))
+            step, value = first(inner), None
+            while True:
+                try:
+                    item = await steps(step(value), probe)
+                finally:
+                    value = None
+                probe.leave()
+                try:
+                    value = yield item
+                    step, closing = inner.asend, False
+                except BaseException as error:
+                    step, value, closing = inner.athrow, error, isinstance(error, GeneratorExit)
+                probe.enter()
+        except StopAsyncIteration:
+            if closing:
+                probe.abandon()
+            else:
+                probe.stop()
+        except BaseException as error:
+            if closing:
+                probe.abandon()
+            else:
+                probe.fail(error)
+            raise
+
+    return wrapper
+
+
+@types.coroutine
+def _steps(inner: Any, probe: Probe) -> Generator[Any, Any, Any]:
+    """``await inner``, with the call's context current in each step and not in whoever drives it."""
+    step, value = inner.send, None
+    while True:
+        try:
+            item = step(value)
+        except StopIteration as end:
+            return end.value
+        finally:
+            value = None
+        probe.leave()
+        try:
+            value = yield item
+            step = inner.send
+        except GeneratorExit:
+            probe.enter()
+            try:
+                inner.close()
+            finally:
+                probe.abandon()  # whatever comes now comes out of a finalizer, perhaps
+            raise
+        except BaseException as error:
+            step, value = inner.throw, error
+        probe.enter()
+
+
+def _first(inner: Any) -> Callable[[Any], Any]:
+    """``asend`` for an async generator's first step, at which the event loop would take notice of it: it
+    knows ours and closes that in the end; the user's it would close a second time, at the same time."""
+
+    def asend(value: Any) -> Any:
+        noticed = sys.get_asyncgen_hooks().firstiter
+        sys.set_asyncgen_hooks(firstiter=None)
+        try:
+            return inner.asend(value)
+        finally:
+            sys.set_asyncgen_hooks(firstiter=noticed)
+
+    return asend
+
+
+class _Unmeasured:
+    """Stands where there is no probe, in a stream."""
+
+    def enter(self) -> None: ...
+    def leave(self) -> None: ...
+    def stop(self, result: object = None) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+    def abandon(self) -> None: ...
+
+
+_UNMEASURED = cast("Probe", _Unmeasured())
+
+
+# what a function is said to return, and does not: another package's proxy passes for the function in it
+
+
+def _as_generator(result: object) -> Any:
+    if type(result) is GeneratorType:
+        return cast("Any", result)
+
+    def delegating(iterable: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        return (yield from iterable)
+
+    return delegating(cast("Any", result))
+
+
+def _as_coroutine(result: object) -> Any:
+    if type(result) is CoroutineType:
+        return cast("Any", result)
+
+    async def delegating(awaitable: Any) -> Any:
+        return await awaitable
+
+    return delegating(result)
+
+
+def _as_async_generator(result: object) -> Any:
+    if type(result) is AsyncGeneratorType:
+        return cast("Any", result)
+
+    async def delegating(iterable: Any) -> AsyncGenerator[Any, None]:
+        async for item in iterable:
+            yield item
+
+    return delegating(result)
+
+
+# what a plain function returns
+
+
+def _returned(probe: Probe, result: object) -> Any:
+    kind = type(result)
+    if kind is GeneratorType:
+        if cast("Any", result).gi_code.co_flags & inspect.CO_ITERABLE_COROUTINE:  # ours could not be awaited
+            probe.stop(result)
+            return result
+        make = _generator
+    elif kind is CoroutineType:
+        make = _coroutine
+    elif kind is AsyncGeneratorType:
+        make = _async_generator
+    elif probe.target.iterator and (stream := _stream_kind(kind)) is not None:
+        probe.leave()
+        return stream(result, probe)
+    else:
+        probe.stop(result)
+        return result
+    probe.leave()
+    inner = cast("Any", result)
+    outer = make(lambda: inner, _Asking(_Again(probe)), probe.target, "")()
+    outer.__name__, outer.__qualname__ = inner.__name__, inner.__qualname__
+    return outer
+
+
+class _Again:
+    """A call that has begun goes on, in the first step of what it returned."""
+
+    __slots__ = ("probe",)
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+
+    def __call__(self, *_: Any) -> Probe:
+        self.probe.enter()
+        return self.probe
+
+
+class _Followed(_Proxy):
+    """What follows an iterator: the iterator in all but its identity."""
+
+    def __init__(self, iterator: Any, probe: Probe) -> None:
+        _Proxy.__init__(self, iterator)
+        self._self_probe = probe
+
+
+class _FollowedIterator(_Followed):
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        probe: Probe = self._self_probe
+        if not probe.open:
+            return next(self.__wrapped__)
+        probe.enter()
+        try:
+            item = next(self.__wrapped__)
+        except StopIteration:
+            probe.stop()
+            raise
+        except BaseException as error:
+            probe.fail(error)
+            raise
+        probe.leave()
+        return item
+
+
+class _FollowedAsyncIterator(_Followed):
+    def __aiter__(self) -> Any:
+        return self
+
+    async def __anext__(self) -> Any:
+        probe: Probe = self._self_probe
+        if not probe.open:
+            return await self.__wrapped__.__anext__()
+        probe.enter()
+        try:
+            item = await _steps(_as_coroutine(self.__wrapped__.__anext__()), probe)
+        except StopAsyncIteration:
+            probe.stop()
+            raise
+        except BaseException as error:
+            probe.fail(error)
+            raise
+        probe.leave()
+        return item
+
+
+def _stream_kind(kind: type) -> type[_Followed] | None:
+    if hasattr(kind, "__next__"):
+        return _FollowedIterator
+    return _FollowedAsyncIterator if hasattr(kind, "__anext__") else None
+
+
+# attributes
+
+
+def _entry(owner: type | ModuleType, attribute: str) -> Any:
+    """What an attribute is before it is bound to anything."""
+    if not isinstance(owner, type):
+        return getattr(owner, attribute)
+    for base in owner.__mro__:
+        if attribute in vars(base):
+            return vars(base)[attribute]
+    raise AttributeError(f"{owner.__module__}.{owner.__qualname__} has no {attribute}")
+
+
+def _next_in_line(owner: type, attribute: str, function: Function) -> Function:
+    """An inherited method as ``owner`` would find it: in a subclass another base may come first."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not args or not _is_of(args[0], owner):
+            return function(*args, **kwargs)
+        return getattr(cast("Any", super(owner, args[0])), attribute)(*args[1:], **kwargs)
+
+    return call
+
+
+def _is_of(first: object, owner: type) -> bool:
+    return issubclass(first, owner) if isinstance(first, type) else isinstance(first, owner)
+
+
+def _bound_by(entry: Any) -> Function:
+    """Another package's method object, bound as Python would bind it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return entry.__get__(args[0], type(args[0]))(*args[1:], **kwargs)
+
+    return call
+
+
+# names of spans
+
+
+def _default_name(function: Function, operation: str) -> SpanName:
+    qualified: str = getattr(function, "__qualname__", operation)
+    owner, _, attribute = qualified.rpartition(".")
+    if owner and not owner.endswith("<locals>"):
+        return _ClassName(operation, owner.rpartition(".")[2], attribute)
+    return operation if attribute == operation else f"{operation} {attribute}"
+
+
+class _ClassName:
+    """The operation and the class that a method is called on."""
+
+    __slots__ = ("_attribute", "_names", "_operation", "_owner")
+    _ENOUGH = 1000
+    """Classes by name; in a process that keeps making classes they begin anew."""
+
+    def __init__(self, operation: str, owner: str, attribute: str) -> None:
+        self._operation = operation
+        self._owner = owner
+        self._attribute = attribute
+        self._names: dict[str, str] = {}
+
+    def __call__(self, arguments: Sequence[Any]) -> str:
+        if not arguments:
+            return f"{self._operation} {self._owner}"
+        first: object = arguments[0]
+        kind = first if isinstance(first, type) else type(first)
+        known = self._names.get(kind.__name__)
+        if known is not None:
+            return known
+        if len(self._names) >= self._ENOUGH:
+            self._names.clear()
+        # a static method's first argument is anything
+        owner = kind.__name__ if hasattr(kind, self._attribute) else self._owner
+        return self._names.setdefault(kind.__name__, f"{self._operation} {owner}")
