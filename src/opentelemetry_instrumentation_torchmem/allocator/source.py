@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from .reading import AllocatorReading, DriverMemory, HostReading
 from .settings import AllocatorSettings, settings_in_force
@@ -34,7 +35,8 @@ def initialised_torch() -> Any | None:
     return sys.modules["torch"] if is_initialized is not None and is_initialized() else None
 
 
-class Device(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Device:
     """One device, by the names that join it to other telemetry."""
 
     index: int
@@ -124,8 +126,10 @@ class Source:
         return known
 
     def _is_used(self, index: int) -> bool:
+        if not self._has_context(index):  # 0.1 µs, where the statistics are 7
+            return False
         if self.backend != NATIVE:
-            return bool(self._has_context(index))
+            return True
         reserved = self._statistics(index)["reserved_bytes"]["all"]
         return bool(reserved["peak"] or reserved["allocated"])
 
