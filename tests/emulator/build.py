@@ -117,9 +117,6 @@ def build(python: str = sys.executable) -> Path:
         raise CannotBuild(f"{python} has no torch: the emulation is built for the torch that is to run on it")
     if not torch.cuda:
         raise CannotBuild(f"torch {torch.version} of {python} is without CUDA; a CUDA build is needed")
-    for tool in ("gcc", "nm"):
-        if shutil.which(tool) is None:
-            raise CannotBuild(f"{tool} is not on PATH (on Debian and Ubuntu: apt-get install gcc libc6-dev)")
     headers, version = find_headers(torch)
 
     digest = hashlib.sha256(f"{torch.version} {version} {FLAGS}".encode())
@@ -129,6 +126,9 @@ def build(python: str = sys.executable) -> Path:
     target = CACHE / re.sub(r"[^A-Za-z0-9.+-]", "_", key)
     if target.is_dir():
         return target
+    for tool in ("gcc", "nm"):
+        if shutil.which(tool) is None:
+            raise CannotBuild(f"{tool} is not on PATH (on Debian and Ubuntu: apt-get install gcc libc6-dev)")
 
     # Built aside and renamed into place: two test runs at once never see half a library.
     CACHE.mkdir(parents=True, exist_ok=True)

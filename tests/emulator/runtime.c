@@ -636,6 +636,12 @@ cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsi
     return answer(EMU_NOT_SUPPORTED);
 }
 
+cudaError_t cudaIpcCloseMemHandle(void *pointer) {
+    (void)pointer;
+    ENTER(cudaIpcCloseMemHandle, IN_CONTEXT);
+    return answer(EMU_NOT_SUPPORTED);
+}
+
 /* ---- streams ---- */
 
 static cudaError_t create_stream(cudaStream_t *stream, unsigned int flags, int priority) {
