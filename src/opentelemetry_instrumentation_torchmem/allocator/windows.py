@@ -125,13 +125,15 @@ def _peaks_were_reset(b: Any, a: Any) -> bool:
 class Window:
     """One request's stay: where it stands among the others. Made by ``OpenWindows.open``."""
 
-    __slots__ = ("count_at_birth", "key", "nested", "sequence")
+    __slots__ = ("count_at_birth", "key", "nested", "open", "sequence")
 
     def __init__(self, key: Hashable, sequence: int, count_at_birth: int, nested: bool) -> None:
         self.key = key
         self.sequence = sequence
         self.count_at_birth = count_at_birth
         self.nested = nested
+        self.open = True
+        """Until its request has ended; the context of a task that was started in it may live longer."""
 
 
 class OpenWindows:

@@ -38,7 +38,7 @@ Hook = Callable[..., object]
 Records = Mapping[str, Any]
 """The synchronous instruments by the names of their rows."""
 
-_PROBE = create_key("torchmem-probe")
+_WINDOW = create_key("torchmem-window")
 _SUPPRESSED = "suppress_instrumentation"
 _NO_KEYWORDS: Mapping[str, Any] = {}
 MAX_TARGETS = 200
@@ -113,7 +113,7 @@ class Requests:
             context = get_current()
             if context.get(_SUPPRESS_INSTRUMENTATION_KEY) or context.get(_SUPPRESSED):
                 return None
-            outer: Any = context.get(_PROBE)
+            outer: Any = context.get(_WINDOW)
             nested = outer is not None and outer.open
             if nested and not target.nested:
                 return None
@@ -138,7 +138,7 @@ class Requests:
             if mode == "new":
                 context = trace.set_span_in_context(span, context)
             probe = Probe(self, target, span, context)
-            probe.measure(set_value(_PROBE, probe, context), recording, nested)
+            probe.measure(recording, nested)
             if recording:
                 self._describe(probe, arguments, keywords)
             return probe
@@ -338,11 +338,12 @@ class Probe:
         self.context = context
         self._token: Token[Context] | None = None
 
-    def measure(self, context: Context, recording: bool, nested: bool) -> None:
+    def measure(self, recording: bool, nested: bool) -> None:
         """Open the window, take the readings before, and make the context current."""
-        self.context = context
         self.recording = recording
         self.window = self._requests.open_window(self.target, nested)
+        # the window, not the probe: a probe in its own context would only be seen dropped by the collector
+        self.context = set_value(_WINDOW, self.window, self.context)
         self.before = self._requests.readings()
         self.began = perf_counter()
         self.enter()
@@ -398,6 +399,7 @@ class Probe:
         self.ended_at = time_ns()
         if self.window is None:
             return
+        self.window.open = False
         try:
             self.after = self._requests.readings()
         except Exception as error:
