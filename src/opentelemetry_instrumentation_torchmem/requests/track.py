@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user measures in code: ``track`` a block or a function, ``instrument_model`` one model.
+
+Each may be used before ``instrument()`` and outlives ``uninstrument()``: whoever measures at the time of a
+call measures it, and where nobody does, nothing happens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import FunctionType, TracebackType
+from typing import Any, ParamSpec, TypeVar, cast, overload
+from weakref import WeakSet, ref
+
+from opentelemetry.trace import INVALID_SPAN
+from opentelemetry.util.types import AttributeValue
+
+from . import wrapping
+from .probe import Probe, Requests, Target
+from .targets import SPANS
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Active:
+    """Who measures now. The instrumentor alone writes here; whoever decorates does so before it exists."""
+
+    requests: Requests | None = None
+    default_span = "new"
+
+
+def activate(requests: Requests, default_span: str = "new") -> None:
+    """From now on what is tracked is measured. Called by the instrumentor."""
+    _Active.requests, _Active.default_span = requests, default_span
+    for measured in tuple(_named):
+        requests.series(measured.target)  # their counters exist from now on
+    for calls in tuple(_models.values()):
+        calls.install()
+
+
+def deactivate() -> None:
+    """From now on nothing that is tracked is measured, and no class is touched."""
+    _Active.requests = None
+    for calls in tuple(_models.values()):
+        calls.remove()
+
+
+class _Measured:
+    """A target for whoever measures at the time of the call: what ``wrap`` needs of ``Requests``."""
+
+    def __init__(self, target: Target, span: str | None) -> None:
+        self._targets = {mode: replace(target, span=span or mode) for mode in SPANS}
+        """By the default mode."""
+        self.target = self._targets["new"]
+
+    def begin(
+        self,
+        target: Target,  # noqa: ARG002 - the same one, before the default mode was known
+        name: wrapping.SpanName,
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Probe | None:
+        """A probe from whoever measures now."""
+        requests = _Active.requests
+        if requests is None:
+            return None
+        return requests.begin(self._targets[_Active.default_span], name, arguments, keywords or {})
+
+    def wrap(self, function: Callable[..., Any], name: wrapping.SpanName | None = None) -> Callable[..., Any]:
+        """The function, measured."""
+        return wrapping.wrap(function, self.target, cast("Requests", self), name)
+
+
+_named: WeakSet[_Measured] = WeakSet()
+"""Decorated functions, and models."""
+
+
+@overload
+def track(name: Callable[_P, _R], /) -> Callable[_P, _R]: ...
+@overload
+def track(
+    name: str | None = None, *, span: str | None = None, nested: bool = False, iterator: bool = False
+) -> Tracked: ...
+def track(
+    name: Callable[..., Any] | str | None = None,
+    *,
+    span: str | None = None,
+    nested: bool = False,
+    iterator: bool = False,
+) -> Any:
+    """Measure a block, or each call of a function: plain, coroutine, generator or asynchronous generator.
+
+    ``name`` becomes ``torch.operation``; a function's own name is its default. ``span`` is ``new``,
+    ``enrich`` or ``off``, where left out what the options say; ``nested`` measures it inside another measured
+    call too; ``iterator`` follows an iterator that the function returns to its end.
+
+    Raises:
+        TypeError: what is decorated is no function.
+        ValueError: ``name`` or ``span`` is not allowed.
+
+    Example:
+        >>> with track("rerank") as request:
+        ...     request.set_attribute("app.documents", 40)
+        >>> @track
+        ... def embed(texts):
+        ...     return texts
+        >>> @track("chat", span="enrich")
+        ... async def stream(prompt):
+        ...     yield "token"
+    """
+    if name is None or isinstance(name, str):
+        return Tracked(name, span, nested, iterator)
+    return Tracked(None, span, nested, iterator)(name)
+
+
+class Tracked:
+    """What ``track("name")`` gives: ``with`` it or decorate with it."""
+
+    def __init__(self, name: str | None, span: str | None, nested: bool, iterator: bool) -> None:
+        if name == "":
+            raise ValueError("track('') is not allowed: a name, or the function that is decorated")
+        if span is not None and span not in SPANS:
+            raise ValueError(f"span={span!r} is not allowed (one of {', '.join(SPANS)})")
+        self._name = name
+        self._span = span
+        self._nested = nested
+        self._iterator = iterator
+        self._probes: list[Probe | None] = []
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Decorate a function, or a static or class method."""
+        given: Any = function
+        kind: type[Any] = type(given)
+        if issubclass(kind, (staticmethod, classmethod)):
+            return cast("Any", kind)(self(given.__func__))
+        if not isinstance(given, FunctionType):
+            raise TypeError(f"track decorates functions, and {given!r} is a {kind.__qualname__}")
+        label = f"{given.__module__}.{given.__qualname__}"
+        measured = self._measured(label, self._name or given.__name__)
+        _declare(measured)
+        return measured.wrap(given)
+
+    def __enter__(self) -> Request:
+        measured = self._measured(None, self._name or "block")
+        probe = measured.begin(measured.target, measured.target.operation)
+        self._probes.append(probe)
+        return Request(probe)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        probe = self._probes.pop()
+        if probe is None:
+            return
+        if error is None:
+            probe.stop()
+        else:
+            probe.fail(error)
+
+    def _measured(self, label: str | None, operation: str) -> _Measured:
+        return _Measured(Target(label, operation, "new", self._nested, self._iterator), self._span)
+
+
+class Request:
+    """What is measured in a ``with track(...)``."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, probe: Probe | None) -> None:
+        self._span = INVALID_SPAN if probe is None else probe.span
+
+    def set_attribute(self, key: str, value: AttributeValue) -> None:
+        """Add to the span, where there is one."""
+        self._span.set_attribute(key, value)
+
+
+def instrument_model(
+    model: object, name: str | None = None, *, span: str | None = None, nested: bool = False
+) -> Callable[[], None]:
+    """Measure each call of this one model; returns what ends that, as ``uninstrument_model`` does.
+
+    The model itself is not touched, so it can be pickled, copied, compiled, exported and scripted as before;
+    a copy is not measured. ``name`` becomes ``torch.operation``, ``forward`` where left out.
+
+    A compiled model is measured outside the compiled region: give the one that ``torch.compile`` returned, or
+    the one whose ``compile()`` was called. Inside a region that was compiled as a whole nothing is measured.
+
+    Raises:
+        TypeError: it is no object that can be called and weakly referred to.
+        ValueError: ``span`` is not allowed.
+
+    Example:
+        >>> stop = instrument_model(model, "rerank")  # doctest: +SKIP
+    """
+    cls = type(model)
+    if isinstance(model, type) or not callable(model) or isinstance(model, FunctionType):
+        raise TypeError(f"instrument_model measures an object that can be called, not a {cls.__qualname__}")
+    if span is not None and span not in SPANS:
+        raise ValueError(f"span={span!r} is not allowed (one of {', '.join(SPANS)})")
+    inner = cast("type", type(getattr(model, "_orig_mod", model)))  # what torch.compile was given
+    target = Target(f"{inner.__module__}.{inner.__qualname__}.__call__", name or "forward", nested=nested)
+    measured = _declare(_Measured(target, span))
+    return _calls_of(cls).add(model, measured, f"{target.operation} {inner.__name__}")
+
+
+def uninstrument_model(model: object) -> None:
+    """End what ``instrument_model`` began; nothing happens where it did not."""
+    calls = _models.get(type(model))
+    if calls is not None:
+        calls.discard(id(model))
+
+
+class _ModelCalls:
+    """The measured models of one class, whose ``__call__`` looks for them: an instance's is never called."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+        self._measured: dict[int, tuple[ref[object], Callable[..., Any]]] = {}
+        self._own: Any = _ABSENT
+        """What the class itself has without us."""
+        self._made: Any = None
+
+    def add(self, model: object, measured: _Measured, name: str) -> Callable[[], None]:
+        """Measure a model of the class; returns what ends that."""
+        key = id(model)
+
+        def collected(gone: ref[object]) -> None:
+            if self._of(key) is gone:
+                del self._measured[key]  # in a finalizer, so the class is left for later
+
+        def stop() -> None:
+            if self._of(key) is known:
+                self.discard(key)
+
+        known = ref(model, collected)
+        self._measured[key] = known, measured.wrap(self._call, name)
+        if _Active.requests is not None:
+            self.install()
+        return stop
+
+    def _of(self, key: int) -> ref[object] | None:
+        return self._measured[key][0] if key in self._measured else None
+
+    def discard(self, key: int) -> None:
+        """Measure a model no more."""
+        self._measured.pop(key, None)
+        if not self._measured:
+            self.remove()
+            _models.pop(self._cls, None)
+
+    def install(self) -> None:
+        """Put our ``__call__`` on the class."""
+        if self._made is not None:
+            return
+        measured, call = self._measured, self._call
+
+        def call_measured(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if not wrapping.is_compiling():
+                found = measured.get(id(model))
+                if found is not None:
+                    return found[1](model, *args, **kwargs)
+            return call(model, *args, **kwargs)
+
+        self._own = vars(self._cls).get("__call__", _ABSENT)
+        self._made = functools.update_wrapper(call_measured, self._cls.__call__)
+        cast("Any", self._cls).__call__ = self._made
+
+    def remove(self) -> None:
+        """Put back what the class had, unless somebody has wrapped ours since: that one passes through."""
+        if self._made is None or vars(self._cls).get("__call__") is not self._made:
+            return
+        self._made = None
+        if self._own is _ABSENT:
+            del self._cls.__call__
+        else:
+            self._cls.__call__ = self._own
+
+    def _call(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """What the class does without us."""
+        if self._own is _ABSENT:
+            return cast("Any", super(self._cls, model)).__call__(*args, **kwargs)
+        return self._own.__get__(model, type(model))(*args, **kwargs)
+
+
+_ABSENT = object()
+_models: dict[type, _ModelCalls] = {}
+
+
+def _calls_of(cls: type) -> _ModelCalls:
+    return _models.get(cls) or _models.setdefault(cls, _ModelCalls(cls))
+
+
+def _declare(measured: _Measured) -> _Measured:
+    _named.add(measured)
+    if _Active.requests is not None:
+        _Active.requests.series(measured.target)
+    return measured
