@@ -201,34 +201,37 @@ class Requests:
 
     def finish(self, probe: Probe, error: BaseException | None, result: object) -> None:
         """The end of a call, once: its span told and ended, its metrics recorded. Never raises."""
-        target, span = probe.target, probe.span
         try:
-            if probe.window is None:
-                return
-            concurrent = self._windows.close(probe.window)
-            changes, names = self._changes(probe)
-            whole = total(changes) if changes else NOTHING_KNOWN
-            failure = type(error).__qualname__ if isinstance(error, Exception) else None
-            if probe.recording and span.is_recording():
-                story = _Story(names, changes, whole, concurrent)
-                if target.span == "enrich":
-                    story = self._told_before(span, story)
-                attributes = story.attributes()
-                if failure is not None and target.span == "new":
-                    attributes[signals.ERROR_TYPE.name] = failure
-                span.set_attributes(attributes)
-                if self._response_hook is not None:
-                    self._hook(self._response_hook, "response_hook", span, target.operation, result)
-                if isinstance(error, Exception) and target.span == "new":
-                    span.record_exception(error)
-                    span.set_status(Status(StatusCode.ERROR, f"{failure}: {error}"))
-            if self._metered:
-                self._record(probe, whole, concurrent == 1 if changes else None, failure)
-        except Exception as fault:
-            self.fault(target, fault)
-        finally:
-            if target.span == "new":
-                span.end(probe.ended_at)
+            try:
+                if probe.window is not None:
+                    self._tell(probe, probe.window, error, result)
+            finally:
+                if probe.target.span == "new":
+                    probe.span.end(probe.ended_at)
+        except Exception as fault:  # a span processor of the user's may raise too
+            self.fault(probe.target, fault)
+
+    def _tell(self, probe: Probe, window: Window, error: BaseException | None, result: object) -> None:
+        target, span = probe.target, probe.span
+        concurrent = self._windows.close(window)
+        changes, names = self._changes(probe)
+        whole = total(changes) if changes else NOTHING_KNOWN
+        failure = type(error).__qualname__ if isinstance(error, Exception) else None
+        if probe.recording and span.is_recording():
+            story = _Story(names, changes, whole, concurrent)
+            if target.span == "enrich":
+                story = self._told_before(span, story)
+            attributes = story.attributes()
+            if failure is not None and target.span == "new":
+                attributes[signals.ERROR_TYPE.name] = failure
+            span.set_attributes(attributes)
+            if self._response_hook is not None:
+                self._hook(self._response_hook, "response_hook", span, target.operation, result)
+            if isinstance(error, Exception) and target.span == "new":
+                span.record_exception(error)
+                span.set_status(Status(StatusCode.ERROR, f"{failure}: {error}"))
+        if self._metered:
+            self._record(probe, whole, concurrent == 1 if changes else None, failure)
 
     def _changes(self, probe: Probe) -> tuple[list[Change], list[str]]:
         before, after = probe.before, probe.after
@@ -261,9 +264,12 @@ class Requests:
             records[signals.REQUEST_RETRIES.name].add(whole.retries, series.labels, context)
 
     def _describe(self, probe: Probe, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        shapes, dtypes = described(arguments, keywords)
-        if shapes:
-            probe.span.set_attributes({signals.SHAPES.name: shapes, signals.DTYPES.name: dtypes})
+        try:
+            shapes, dtypes = described(arguments, keywords)
+            if shapes:
+                probe.span.set_attributes({signals.SHAPES.name: shapes, signals.DTYPES.name: dtypes})
+        except Exception as error:  # the user's own mappings may raise; the call is measured still
+            self.fault(probe.target, error)
         if self._request_hook is not None:
             self._hook(
                 self._request_hook, "request_hook", probe.span, probe.target.operation, arguments, keywords
