@@ -181,11 +181,13 @@ def torch_is_imported_later() -> list:
     import torch
 
     kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
-    return [*before, exported.collect().value("torch.memory.allocated"), kept.numel()]
+    watched = hasattr(torch.cuda.MemPool.__init__, "__wrapped__")
+    return [*before, watched, exported.collect().value("torch.memory.allocated"), kept.numel()]
 
 
 def test_torch_is_never_imported_by_us_and_found_when_the_user_imports_it(gpu):
-    imported, names, allocated, _ = gpu.run(torch_is_imported_later)
+    imported, names, watched, allocated, _ = gpu.run(torch_is_imported_later)
+    assert watched is True
     assert imported is False
     assert names == []
     assert allocated == 30 * MIB

@@ -31,7 +31,8 @@ def test_an_argument_beats_the_environment_beats_the_default():
         ("max_reading_age", 0, 0.0),
         ("request_metrics", "off", False),
         ("request_metrics", True, True),
-        ("excluded_metrics", "torch.memory.host.*, torch.memory.usage,", ("torch.memory.host.*", "torch.memory.usage")),
+        ("excluded_metrics", "torch.memory.host.*, torch.memory.usage,",
+         ("torch.memory.host.*", "torch.memory.usage")),
         ("excluded_metrics", ["torch.memory.usage"], ("torch.memory.usage",)),
     ],
 )  # fmt: skip

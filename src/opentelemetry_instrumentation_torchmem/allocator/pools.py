@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 from typing import Any
+
+from .source import initialised_torch
 
 
 class PoolWatch:
@@ -30,8 +31,7 @@ class PoolWatch:
         pool_class = getattr(memory, "MemPool", None)
         if pool_class is None or self._restore is not None:  # before torch 2.5 there are none
             return
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
+        if initialised_torch() is not None:
             self.suspect = self.suspect or any(
                 issubclass(type(thing), pool_class)  # isinstance would wake lazy objects, warnings and all
                 for thing in gc.get_objects()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# Each target sets up what it needs: Python 3.10 or later, gcc and make are all that must be there before.
+PYTHON ?= python3
+PY := .venv/bin/python
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench docs constraints clean
+
+help: ## print the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1): Python 3.10 or later is needed; say which with make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY) ## the example server under load, watched by torchmem top (DEMO_SECONDS=60)
+	@$(PY) examples/demo.py
+
+test: $(READY) ## every test: unit, on the emulated (or real) GPU, end to end
+	$(PY) -m pytest
+
+lint: $(READY) ## ruff, pyright in strict mode, generated files fresh
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+	$(PY) docs/generate.py --check
+
+bench: $(READY) ## what this package costs, as ratios against a floor in the same run
+	@$(PY) benchmarks/run.py
+
+docs: $(READY) ## write docs/METRICS.md and docs/registry/ from the table of signals
+	$(PY) docs/generate.py
+
+constraints: $(READY) ## pin what is installed now in constraints.txt
+	$(PY) .ci/constraints.py > constraints.txt
+
+clean: ## remove what the targets have built
+	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis dist
