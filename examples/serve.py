@@ -20,7 +20,6 @@ import json
 import os
 import queue
 import threading
-import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -34,6 +33,7 @@ from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionPipe
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -85,13 +85,16 @@ def option_parser() -> argparse.ArgumentParser:
     add("image-workers", int, 2, "images painted at the same time")
     add("kept-sessions", int, 16, "conversations whose key-value cache stays on the device")
     add("memory-gib", float, None, "the most device memory to use, in GiB; all of it unless given")
-    add("cudnn", int, 1, "0 where cuDNN is missing: convolutions then run on PyTorch's own kernels")
+    add("cudnn", flag, "1", "0 where cuDNN is missing: convolutions then run on PyTorch's own kernels")
     return parser
 
 
+def flag(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes", "on")
+
+
 def options_from(arguments: argparse.Namespace) -> Options:
-    chosen = {name: getattr(arguments, name) for name in Options.__dataclass_fields__}
-    return Options(**{**chosen, "cudnn": bool(chosen["cudnn"])})
+    return Options(**{name: getattr(arguments, name) for name in Options.__dataclass_fields__})
 
 
 # ----------------------------------------------------------------------------------------------------- models
@@ -108,7 +111,7 @@ def load_images(options: Options) -> StableDiffusionPipeline:
     diffusers.logging.set_verbosity_error()  # or it warns that it casts what it was asked to cast
     if options.images_weights:
         pipeline = StableDiffusionPipeline.from_pretrained(
-            options.images_weights, torch_dtype=options.dtype, local_files_only=True
+            options.images_weights, dtype=options.dtype, local_files_only=True
         )
         pipeline.scheduler = HostEulerScheduler.from_config(pipeline.scheduler.config)
     else:
@@ -120,19 +123,20 @@ def load_images(options: Options) -> StableDiffusionPipeline:
 def small_stable_diffusion() -> StableDiffusionPipeline:
     """The architecture of Stable Diffusion 1.5 with a handful of channels."""
     torch.manual_seed(0)
+    tokenizer = letter_tokenizer()
     text_config = CLIPTextConfig(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
-        vocab_size=8,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     return StableDiffusionPipeline(
         text_encoder=CLIPTextModel(text_config),
-        tokenizer=CLIPTokenizer(model_max_length=77),
+        tokenizer=tokenizer,
         unet=UNet2DConditionModel(
             sample_size=64,
             block_out_channels=(32, 64),
@@ -156,6 +160,13 @@ def small_stable_diffusion() -> StableDiffusionPipeline:
         feature_extractor=None,
         requires_safety_checker=False,
     )
+
+
+def letter_tokenizer() -> CLIPTokenizer:
+    """CLIP's tokenizer without its list of words: it spells."""
+    letters = sorted(ByteLevel.alphabet())
+    tokens = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
+    return CLIPTokenizer({token: number for number, token in enumerate(tokens)}, [], model_max_length=77)
 
 
 def load_text(options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -355,9 +366,8 @@ class Writer:
         try:
             while (token := await made.get()) is not None:
                 tokens.append(token)
-                text = self.decode(
-                    tokens
-                )  # a character may need several tokens: decode all, send what is new
+                # A character may need several tokens: decode all, send what is new and whole.
+                text = self.decode(tokens).rstrip("\ufffd")
                 yield token, text[len(sent) :]
                 sent = text
             await work  # raises what the thread raised
@@ -379,7 +389,7 @@ class ImageRequest(BaseModel):
 
 
 class TextRequest(BaseModel):
-    prompt: str = Field("Once upon a time", min_length=1)
+    prompt: str = Field("Once upon a time", min_length=1, max_length=8000)
     max_new_tokens: int = Field(16, ge=1, le=1024)
     session: str | None = Field(None, description="continue this conversation, and keep its cache")
 
@@ -398,8 +408,9 @@ def create_app(options: Options) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         torch.backends.cudnn.enabled = options.cudnn
         if options.memory_gib:
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gib * 2**30 / total))
+            total = torch.cuda.get_device_properties(options.device).total_memory
+            share = min(1.0, options.memory_gib * 2**30 / total)
+            torch.cuda.set_per_process_memory_fraction(share, options.device)
         app.state.painter = Painter(load_images(options), options.image_workers)
         app.state.writer = Writer(*load_text(options), options.kept_sessions)
         yield
@@ -450,8 +461,6 @@ def event(data: dict[str, object]) -> str:
 
 
 def out_of_memory(error: torch.cuda.OutOfMemoryError) -> dict[str, object]:
-    """What the client is told. The failed call's tensors live in the traceback's frames: let them go."""
-    traceback.clear_frames(error.__traceback__)
     return {"error": "out_of_memory", "detail": str(error).split(". ")[0] + "."}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -200,6 +201,83 @@ def test_a_stream_without_memory_gets_503_before_its_first_token(gpu: Gpu) -> No
         assert (refused.status_code, refused.json()["error"]) == (503, "out_of_memory")
         answer = server.client.post("/generate/stream", json={"prompt": "a", "max_new_tokens": 4})
         assert answer.text.endswith("data: [DONE]\n\n")
+
+
+# ---- what is computed: on the CPU, for the emulated GPU computes nothing
+
+
+def on_cpu(body: str, *arguments: object) -> Any:
+    program = "import json, sys\nsys.path.insert(0, sys.argv[1])\nimport serve, torch\n" + body
+    done = subprocess.run(
+        [sys.executable, "-c", program, EXAMPLES, *map(str, arguments)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_prompts_seeds_and_neighbours_do_to_an_image_what_they_should() -> None:
+    same = on_cpu("""
+from concurrent.futures import ThreadPoolExecutor
+options = serve.options_from(serve.option_parser().parse_args([]))
+painter = serve.Painter(serve.load_images(options), 3)
+def paint(ask):
+    return painter.paint(*ask)
+asks = [(prompt, 64, side, steps, seed)
+        for prompt in ("a lighthouse", "a cat") for side in (64, 96) for steps in (1, 3) for seed in (1, 2)]
+alone = [paint(ask) for ask in asks]
+with ThreadPoolExecutor(6) as pool:
+    together = list(pool.map(paint, asks))
+print(json.dumps({"together": alone == together, "different": len(set(alone)), "asks": len(asks)}))
+""")
+    assert same == {"together": True, "different": 16, "asks": 16}
+
+
+def test_a_session_answers_as_if_all_its_turns_were_one_prompt() -> None:
+    answers = on_cpu("""
+options = serve.options_from(serve.option_parser().parse_args([]))
+model, tokenizer = serve.load_text(options)
+writer = serve.Writer(model, tokenizer, 4)
+tokens, kept = [], []
+for turn in ("Once upon a time", "there was a cat", "and a dog"):
+    written = writer.write(turn, 12, "talk")
+    tokens += tokenizer(turn).input_ids
+    whole = model.generate(torch.tensor([tokens]), max_new_tokens=12, do_sample=False)[0].tolist()
+    kept.append([written, whole[len(tokens):]])
+    tokens = whole
+print(json.dumps(kept))
+""")
+    assert len(answers) == 3
+    assert all(written == whole for written, whole in answers)
+    assert len({tuple(written) for written, _ in answers}) > 1
+
+
+def test_weights_from_a_folder_give_what_they_gave_before_they_were_saved(tmp_path: Path) -> None:
+    before, after = on_cpu(
+        """
+import hashlib
+def answers(*arguments):
+    options = serve.options_from(serve.option_parser().parse_args(list(arguments)))
+    pipeline, (model, tokenizer) = serve.load_images(options), serve.load_text(options)
+    painted = serve.Painter(pipeline, 1).paint("a cat", 64, 64, 2, 7)
+    written = serve.Writer(model, tokenizer, 1).write("Once", 9)
+    return pipeline, model, tokenizer, [hashlib.sha256(painted).hexdigest(), written]
+pipeline, model, tokenizer, before = answers()
+images, text = sys.argv[2] + "/images", sys.argv[2] + "/text"
+pipeline.scheduler = serve.EulerDiscreteScheduler.from_config(pipeline.scheduler.config)  # as it is published
+pipeline.save_pretrained(images)
+model.save_pretrained(text)
+tokenizer.save_pretrained(text)
+torch.manual_seed(99)
+after = answers("--images-weights", images, "--text-weights", text)[-1]
+print(json.dumps([before, after]))
+""",
+        tmp_path,
+    )
+    assert before == after
 
 
 def drive(server: Server, profile: str, seconds: float, folder: Path) -> dict[str, Any]:
