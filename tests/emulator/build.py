@@ -18,9 +18,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parent.parent / ".cache" / "emulator"
+if set(str(CACHE)) & set(" :"):  # LD_PRELOAD and LD_LIBRARY_PATH cannot hold such a path
+    CACHE = Path(tempfile.gettempdir()) / f"emulated-cuda-{os.getuid()}"
 PRELOAD = "libemulated_cuda.so"
 SOURCES = {
-    PRELOAD: ["state.c", "work.c", "runtime.c"],
+    PRELOAD: ["state.c", "work.c", "runtime.c", "cudnn.c"],
     "libcuda.so.1": ["driver.c", "unsupported.c"],
     "libnvidia-ml.so.1": ["nvml.c"],
 }
