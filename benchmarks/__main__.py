@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every benchmark and prints one table; exits 0 also when a goal is missed, unless told ``--strict``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from time import monotonic
+
+from . import collection, harness, requests, start
+from .harness import Figure
+
+sys.path.insert(0, str(harness.ROOT / "tests"))
+from emulator import build
+
+GROUPS = {
+    "collection": ("A collection", collection.figures),
+    "start": ("A process without torch", start.figures),
+    "requests": ("A measured call", requests.figures),
+}
+PAGE = harness.ROOT / "docs" / "PERFORMANCE.md"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", choices=GROUPS, action="append", help="this group alone; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: wider quartiles")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(harness.ROOT)}")
+    parser.add_argument("--strict", action="store_true", help="exit 1 when a goal is missed")
+    options = parser.parse_args()
+    if options.write and (options.only or options.quick):
+        parser.error("--write takes a whole run")
+
+    began = monotonic()
+    figures = {group: GROUPS[group][1](options.quick) for group in options.only or GROUPS}
+    missed = [figure for group in figures.values() for figure in group if not figure.met]
+    lines = [line for group, told in figures.items() for line in table(GROUPS[group][0], told)]
+    print("\n".join([machine(), "", *lines]))
+    print(f"{len(missed)} goals missed; {monotonic() - began:.0f} s")
+    if options.json:
+        described = {
+            group: [{**asdict(one), "met": one.met} for one in told] for group, told in figures.items()
+        }
+        options.json.write_text(json.dumps({"machine": machine(), **described}, indent=2) + "\n")
+    if options.write:
+        PAGE.write_text(page(figures))
+    sys.exit(1 if missed and options.strict else 0)
+
+
+def table(title: str, figures: Sequence[Figure]) -> list[str]:
+    """A Markdown table that is readable as it stands."""
+    rows = [("figure", "measured against", "value", "quartiles", "goal", "", "here")]
+    for figure in figures:
+        goal = "" if figure.goal is None else f"≤ {figure.goal:g} {figure.unit}"
+        met = "" if figure.goal is None else "met" if figure.met else "**missed**"
+        quartiles = "" if figure.low == figure.high else f"{figure.low:.2f} to {figure.high:.2f}"
+        value = f"{figure.value:.2f} {figure.unit}"
+        rows.append((figure.name, figure.against, value, quartiles, goal, met, figure.detail))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return [f"## {title}", "", *lines, ""]
+
+
+def machine() -> str:
+    packages = ("torch", "opentelemetry-sdk", "opentelemetry-instrumentation", "wrapt")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    return f"{processor()}, {os.cpu_count()} CPUs, {gpu()}; Python {platform.python_version()}, {versions}."
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def gpu() -> str:
+    return (
+        "a real GPU"
+        if build.has_real_gpu()
+        else "an **emulated** GPU (torch's real allocator; the driver costs nothing)"
+    )
+
+
+def page(figures: Mapping[str, Sequence[Figure]]) -> str:
+    lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        "<!-- Written by `make bench`: do not edit. -->",
+        "# What it costs",
+        "",
+        HOW.strip(),
+        "",
+        machine(),
+        "",
+        *(line for group, told in figures.items() for line in table(GROUPS[group][0], told)),
+    ]
+    return "\n".join(lines)
+
+
+HOW = """
+Each figure is a ratio to, or a difference from, a floor: the least that the same outcome could cost,
+measured in the same run. Both sides take turns, every second time in reverse order; the time is the
+thread's own on the CPU, so that what else the machine does counts as little as it can; the figure is the
+median over the rounds, the quartiles are theirs. Absolute times, in the last column, are of this one machine.
+
+- **A collection** is one `collect()` of a reader that has every observable metric of this package. Its
+  floor reads the same devices with the cheapest raw calls and collects as many no-op instruments of the
+  same kinds. What a no-op instrument is decides the ratio, so there are two: one whose callback returns as
+  many points with the same attributes, made before (the goal's), and one whose callback yields nothing,
+  which shows what the SDK itself costs for each point that is exported, whoever makes it.
+- **A process without torch** never imports it. Its start is the CPU time of the whole process, in a virtual
+  environment with this package and in one without it and otherwise the same.
+- **A measured call** is a wrapped method that does nothing, with a tensor among its arguments; its floor is
+  the same method with two raw readings of the allocator around it and, by hand, a span with the same
+  attributes and records on three histograms with the same label sets, in the span's context. Both have the
+  real SDK and a span processor that does nothing.
+"""
+
+
+if __name__ == "__main__":
+    main()

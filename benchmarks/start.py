@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process that never imports torch pays: at import, and at its start under the launcher."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import tempfile
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import harness
+from .harness import Figure, environment
+
+OURS = "opentelemetry_instrumentation_torchmem"
+# As `opentelemetry-instrument python -c pass`; the executable is the environment's own.
+LAUNCHER = "from opentelemetry.instrumentation.auto_instrumentation import run; run()"
+# What the launcher's distribution has imported by the time it comes to the instrumentors.
+IMPORT = f"""
+import sys, time
+from opentelemetry.instrumentation.auto_instrumentation import _load
+import opentelemetry.sdk._configuration
+began = time.thread_time_ns()
+import {OURS}
+{OURS}.TorchMemInstrumentor
+spent = time.thread_time_ns() - began
+assert "torch" not in sys.modules
+print(spent / 1e6)
+"""
+QUIET = {f"OTEL_{signal}_EXPORTER": "none" for signal in ("TRACES", "METRICS", "LOGS")}
+
+
+def figures(quick: bool) -> list[Figure]:
+    rounds = 5 if quick else 20
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        variables = environment(PYTHONPYCACHEPREFIX=str(place / "bytecode"), **QUIET)
+        pythons = {known: _environment(place / str(known), known) for known in (True, False)}
+        spent: dict[bool, list[float]] = {True: [], False: []}
+        imports: list[float] = []
+        for turn in range(rounds + 1):
+            told = _run([pythons[True], "-c", IMPORT], variables)[1]
+            starts = {
+                known: _run([python, "-c", LAUNCHER, python, "-c", _body(known)], variables)[0]
+                for known, python in pythons.items()
+            }
+            if turn:  # the first one compiled
+                imports.append(float(told))
+                for known, seconds in starts.items():
+                    spent[known].append(seconds * 1000)
+    pairs = [a - b for a, b in zip(spent[True], spent[False], strict=True)]
+    detail = "{:.0f} against {:.0f} ms".format(*(harness.median(spent[known]) for known in (True, False)))
+    return [
+        harness.of("import", "what the launcher imports anyway", imports, "ms", 10, "torch not imported"),
+        harness.of(
+            "start of `opentelemetry-instrument python -c pass`",
+            "the same where this package is not installed",
+            pairs,
+            "ms",
+            10,
+            f"{detail}, torch not imported",
+        ),
+    ]
+
+
+def _body(known: bool) -> str:
+    return f"import sys; assert ('{OURS}' in sys.modules) is {known}; assert 'torch' not in sys.modules"
+
+
+def _environment(place: Path, known: bool) -> str:
+    """A virtual environment with all that this one has, or all but this package."""
+    venv.create(place, with_pip=False)
+    packages = next(place.glob("lib/python*/site-packages"))
+    for entry in Path(_site_packages()).iterdir():
+        if known or OURS not in entry.name:
+            (packages / entry.name).symlink_to(entry)
+    return str(place / "bin" / "python")
+
+
+def _site_packages() -> str:
+    return next(path for path in site.getsitepackages() if path in sys.path)
+
+
+def _run(command: Sequence[str], variables: dict[str, str]) -> tuple[float, str]:
+    """The seconds of CPU time that a command took, and what it printed."""
+    read, write = os.pipe()
+    actions = [(os.POSIX_SPAWN_DUP2, write, 1), (os.POSIX_SPAWN_CLOSE, read)]
+    process = os.posix_spawn(command[0], command, variables, file_actions=actions)
+    os.close(write)
+    with open(read) as output:
+        printed = output.read()
+    _, status, usage = os.wait4(process, 0)
+    if status:
+        sys.exit(f"{' '.join(command)} failed")
+    return usage.ru_utime + usage.ru_stime, printed
