@@ -339,18 +339,22 @@ def _steps(inner: Any, probe: Probe) -> Generator[Any, Any, Any]:
 
 
 def _first(inner: Any) -> Callable[[Any], Any]:
-    """``asend`` for an async generator's first step, at which the event loop would take notice of it: it
-    knows ours and closes that in the end; the user's it would close a second time, at the same time."""
+    """``asend`` for an async generator's first step, at which it asks the event loop who will close it: the
+    loop closes ours, which closes it. Both at once would be an error."""
 
     def asend(value: Any) -> Any:
-        noticed = sys.get_asyncgen_hooks().firstiter
-        sys.set_asyncgen_hooks(firstiter=None)
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=None, finalizer=_left_to_ours)
         try:
             return inner.asend(value)
         finally:
-            sys.set_asyncgen_hooks(firstiter=noticed)
+            sys.set_asyncgen_hooks(*hooks)
 
     return asend
+
+
+def _left_to_ours(_: Any) -> None:
+    """The finalizer of an async generator that ours closes."""
 
 
 class _Unmeasured:

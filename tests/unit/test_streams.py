@@ -1,0 +1,753 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams that are measured: their spans end when they do, and their consumers notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from opentelemetry import context, trace
+
+ROUNDS = 15
+
+
+# what is measured: each notes what it sees, so that what happened can be compared with the bare function's
+
+
+def stream(notes: list[Any], tracer: Any, fail_at: int | None = None):
+    try:
+        for step in range(4):
+            with tracer.start_as_current_span("inner"):
+                notes.append(("inside", step))
+            if step == fail_at:
+                raise ValueError("inside")
+            notes.append(("sent", (yield step)))
+    finally:
+        notes.append("cleaned up")
+    return "the end"
+
+
+async def async_stream(notes: list[Any], tracer: Any, fail_at: int | None = None):
+    try:
+        for step in range(4):
+            await asyncio.sleep(0)
+            with tracer.start_as_current_span("inner"):
+                await asyncio.sleep(0)
+                notes.append(("inside", step))
+            if step == fail_at:
+                raise ValueError("inside")
+            notes.append(("sent", (yield step)))
+    finally:
+        await asyncio.sleep(0)
+        notes.append("cleaned up")
+
+
+class Cycle:
+    """Keeps a stream so that only the collector can find it."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.me = self
+
+
+@contextmanager
+def noted(notes: list[Any]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        notes.append((type(error), error.args))
+
+
+# how a stream ends
+
+
+def exhausted(start: Callable[..., Any], notes: list[Any]) -> None:
+    running = start()
+    with noted(notes):
+        notes.append(next(running))
+        while True:
+            notes.append(running.send("more"))
+
+
+def closed(start: Callable[..., Any], notes: list[Any]) -> None:
+    running = start()
+    notes.append(next(running))
+    notes.append(running.close())
+    with noted(notes):
+        next(running)
+
+
+def broken_off(start: Callable[..., Any], notes: list[Any]) -> None:
+    for item in start():
+        notes.append(item)
+        if item == 1:
+            break
+
+
+def failing_inside(start: Callable[..., Any], notes: list[Any]) -> None:
+    with noted(notes):
+        for item in start(fail_at=2):
+            notes.append(item)
+
+
+def cancelled(start: Callable[..., Any], notes: list[Any]) -> None:
+    running = start()
+    notes.append(next(running))
+    with noted(notes):
+        running.throw(asyncio.CancelledError("enough"))
+
+
+def dropped(start: Callable[..., Any], notes: list[Any]) -> None:
+    kept = Cycle(start())
+    notes.append(next(kept.stream))
+    del kept
+    gc.collect()
+
+
+async def async_exhausted(start: Callable[..., Any], notes: list[Any]) -> None:
+    running = start()
+    with noted(notes):
+        notes.append(await anext(running))
+        while True:
+            notes.append(await running.asend("more"))
+
+
+async def async_closed(start: Callable[..., Any], notes: list[Any]) -> None:
+    running = start()
+    notes.append(await anext(running))
+    notes.append(await running.aclose())
+    with noted(notes):
+        await anext(running)
+
+
+async def async_broken_off(start: Callable[..., Any], notes: list[Any]) -> None:
+    async for item in start():
+        notes.append(item)
+        if item == 1:
+            break
+    for _ in range(5):  # the loop closes it, in a task of its own
+        await asyncio.sleep(0)
+
+
+async def async_failing_inside(start: Callable[..., Any], notes: list[Any]) -> None:
+    with noted(notes):
+        async for item in start(fail_at=2):
+            notes.append(item)
+
+
+async def async_cancelled(start: Callable[..., Any], notes: list[Any]) -> None:
+    async def consume() -> None:
+        async for item in start():
+            notes.append(item)
+            if item == 1:
+                asyncio.get_running_loop().call_soon(task.cancel)
+
+    task = asyncio.ensure_future(consume())
+    with noted(notes):
+        await task
+
+
+async def async_dropped(start: Callable[..., Any], notes: list[Any]) -> None:
+    kept = Cycle(start())
+    notes.append(await anext(kept.stream))
+    del kept
+    gc.collect()
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+ENDINGS = [exhausted, closed, broken_off, failing_inside, cancelled, dropped]
+ASYNC_ENDINGS = [
+    async_exhausted,
+    async_closed,
+    async_broken_off,
+    async_failing_inside,
+    async_cancelled,
+    async_dropped,
+]
+TOLD = {"exhausted": "UNSET", "failing_inside": "ERROR"}
+
+
+def consume(ending: Callable[..., Any], function: Callable[..., Any], tracer: Any) -> list[Any]:
+    """Everything that the consumer of a stream sees, and what the stream itself does."""
+    notes: list[Any] = []
+    with tracer.start_as_current_span("consumer") as consumer:
+
+        def start(**options: Any) -> Any:
+            return function(notes, tracer, **options)
+
+        before = context.get_current()
+        if asyncio.iscoroutinefunction(ending):
+            asyncio.run(ending(start, notes))
+        else:
+            ending(start, notes)
+        notes.append(("context left alone", context.get_current() == before))
+        notes.append(("current span", trace.get_current_span() is consumer))
+    return notes
+
+
+@pytest.fixture(params=["the default", "frantic"])
+def collector_rate(request: pytest.FixtureRequest) -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    if request.param == "frantic":
+        gc.set_threshold(1)
+    yield
+    gc.set_threshold(*thresholds)
+
+
+@pytest.fixture
+def collected_meanwhile(measured: Any) -> Iterator[None]:
+    over = threading.Event()
+
+    def collect() -> None:
+        while not over.is_set():
+            measured.reader.get_metrics_data()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join(20)
+    assert not thread.is_alive(), "the reader hangs"
+
+
+@pytest.mark.usefixtures("collector_rate", "collected_meanwhile")
+@pytest.mark.parametrize("ending", [*ENDINGS, *ASYNC_ENDINGS], ids=lambda ending: ending.__name__)
+def test_a_stream_has_one_span_however_it_ends(measured, ending, caplog):
+    function = async_stream if asyncio.iscoroutinefunction(ending) else stream
+    told = TOLD.get(ending.__name__.removeprefix("async_"), "UNSET")
+    bare = consume(ending, function, measured.tracer)
+    measured.exporter.clear()
+    wrapped = measured.wrap(function)
+    caplog.set_level(logging.WARNING)
+    for _ in range(ROUNDS):
+        assert consume(ending, wrapped, measured.tracer) == bare
+
+    by_name: dict[str, list[Any]] = {}
+    for span in measured.spans():
+        by_name.setdefault(span.name, []).append(span)
+    ours = by_name[function.__name__]
+    assert len(ours) == ROUNDS
+    assert [span.parent.span_id for span in ours] == [s.context.span_id for s in _consumers_of(ours, by_name)]
+    assert {span.status.status_code.name for span in ours} == {told}
+    own = {span.context.span_id for span in ours}
+    assert {span.parent.span_id for span in by_name["inner"]} == own
+    assert complaints(caplog) == []
+    assert sum(point.count for point in measured.points("torch.memory.request.duration")) == ROUNDS
+    assert [point.value for point in measured.points("torch.memory.requests.active")] == [0]
+
+
+def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the SDK warns of (a span that is ended twice) and what anybody calls an error."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.ERROR
+        or (record.levelno >= logging.WARNING and record.name.startswith("opentelemetry"))
+    ]
+
+
+def _consumers_of(ours: list[Any], by_name: dict[str, list[Any]]) -> list[Any]:
+    consumers = {span.context.trace_id: span for span in by_name["consumer"]}
+    return [consumers[span.context.trace_id] for span in ours]
+
+
+def test_a_stream_that_fails_says_why(measured):
+    consume(failing_inside, measured.wrap(stream), measured.tracer)
+    (span,) = (span for span in measured.spans() if span.name == "stream")
+    assert span.attributes["error.type"] == "ValueError"
+    assert [event.attributes["exception.message"] for event in span.events] == ["inside"]
+
+
+# collected inside the SDK
+
+
+def in_time(body: Callable[[], Any], seconds: float = 20) -> Any:
+    """What a body returns, in a thread of its own; a deadlock fails the test."""
+    box: list[Any] = []
+
+    def run() -> None:
+        try:
+            box.append(body())
+        except BaseException as error:
+            box.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert box, "deadlock"
+    if isinstance(box[0], BaseException):
+        raise box[0]
+    return box[0]
+
+
+def locks_of_the_sdk(measured: Any) -> list[Any]:
+    """Every lock of the SDK that recording, ending a span and collecting take."""
+    found, seen, waiting = [], set(), [measured.meters, measured.tracers, measured.reader, measured.exporter]
+    lock_types = (type(threading.Lock()), type(threading.RLock()))
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, lock_types):
+            found.append(thing)
+        elif isinstance(thing, dict):
+            waiting.extend([*thing.keys(), *thing.values()])
+        elif isinstance(thing, (list, tuple, set)):
+            waiting.extend(thing)
+        elif type(thing).__module__.startswith("opentelemetry.sdk"):
+            waiting.extend(vars(thing).values() if hasattr(thing, "__dict__") else ())
+    return found
+
+
+def failing_while_closed():
+    try:
+        yield 1
+    finally:
+        raise ValueError("in a finally")
+
+
+def catching_the_close():
+    try:
+        yield 1
+    except GeneratorExit:
+        return
+
+
+@pytest.mark.parametrize("function", [stream, failing_while_closed, catching_the_close])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_generator_collected_inside_the_sdk_takes_none_of_its_locks(measured, function):
+    arguments = ([], trace.NoOpTracer()) if function is stream else ()
+    wrapped = measured.wrap(function)
+    list(measured.wrap(stream)([], trace.NoOpTracer()))  # the aggregations and their locks exist
+    measured.points("torch.memory.request.duration")
+
+    def body() -> str:
+        kept = Cycle(wrapped(*arguments))
+        next(kept.stream)
+        with ExitStack() as held:
+            for lock in locks_of_the_sdk(measured):
+                assert lock.acquire(timeout=1)
+                held.callback(lock.release)
+            del kept
+            gc.collect()
+        return "collected"
+
+    assert in_time(body) == "collected"
+    assert [span.name for span in measured.spans()] == ["stream", function.__name__]
+
+
+def test_a_pending_coroutine_collected_inside_the_sdk_takes_none_of_its_locks(measured):
+    async def waiting():
+        await asyncio.get_running_loop().create_future()
+
+    wrapped = measured.wrap(waiting)
+
+    def body() -> str:
+        async def leave_behind() -> None:
+            kept.append(asyncio.ensure_future(wrapped()))
+            await asyncio.sleep(0)
+
+        kept: list[Any] = []
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(lambda *_: None)  # it says that the task was pending
+        loop.run_until_complete(leave_behind())
+        loop.close()
+        with ExitStack() as held:
+            for lock in locks_of_the_sdk(measured):
+                assert lock.acquire(timeout=1)
+                held.callback(lock.release)
+            kept.clear()
+            gc.collect()
+        return "collected"
+
+    assert in_time(body) == "collected"
+    assert [(span.name, span.status.status_code.name) for span in measured.spans()] == [("waiting", "UNSET")]
+
+
+def test_streams_dropped_while_this_thread_records_do_not_hang(measured):
+    wrapped = measured.wrap(stream)
+    histogram = measured.meters.get_meter("user").create_histogram("users.own")
+
+    def body() -> int:
+        thresholds = gc.get_threshold()
+        gc.set_threshold(1)
+        try:
+            for number in range(300):
+                next(Cycle(wrapped([], measured.tracer)).stream)
+                histogram.record(number, {"number": number % 7})
+                measured.tracer.start_span("other").end()
+        finally:
+            gc.set_threshold(*thresholds)
+        gc.collect()
+        return sum(span.name == "stream" for span in measured.spans())
+
+    assert in_time(body, 60) == 300
+
+
+def test_an_async_stream_whose_loop_has_closed_still_has_its_span(measured):
+    wrapped = measured.wrap(async_stream)
+
+    async def start() -> Any:
+        running = wrapped([], trace.NoOpTracer())
+        await anext(running)
+        return running
+
+    loop = asyncio.new_event_loop()
+    kept = loop.run_until_complete(start())
+    loop.close()
+    assert measured.spans() == []
+    del kept  # no collector is needed to see it
+    assert [span.name for span in measured.spans()] == ["async_stream"]
+
+
+def test_what_a_stream_left_running_does_not_keep_it_open(measured):
+    """A task copies the context that it is started in."""
+
+    async def starting_a_task(tasks):
+        tasks.append(asyncio.ensure_future(asyncio.sleep(60)))
+        yield 1
+
+    wrapped = measured.wrap(starting_a_task)
+    inner = measured.wrap(lambda: 1, "inner")
+
+    async def body() -> None:
+        tasks: list[Any] = []
+        async for _ in wrapped(tasks):
+            pass
+        assert [span.name for span in measured.spans()] == ["starting_a_task"]
+        tasks[0].cancel()
+
+    asyncio.run(body())
+    assert inner() == 1
+    assert len(measured.spans()) == 2
+
+
+def test_the_loop_closes_an_async_stream_once(measured):
+    """``asyncio.run`` closes what is left of the async generators it has noticed."""
+    said: list[Any] = []
+
+    async def body(function: Callable[..., Any]) -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda _, details: said.append(details))
+        running = function(notes, trace.NoOpTracer())
+        await anext(running)
+        return running  # kept until after the loop's end
+
+    notes: list[Any] = []
+    kept = [asyncio.run(body(async_stream)), asyncio.run(body(measured.wrap(async_stream)))]
+    assert said == []
+    assert notes[: len(notes) // 2] == notes[len(notes) // 2 :] == [("inside", 0), "cleaned up"]
+    assert [span.name for span in measured.spans()] == ["async_stream"]
+    del kept
+
+
+def test_a_stream_that_was_never_started_has_no_span(measured):
+    for function in (stream, async_stream):
+        running = measured.wrap(function)([], measured.tracer)
+        del running
+    assert measured.spans() == []
+
+
+def test_detaching_elsewhere_logs_nothing(measured, caplog):
+    caplog.set_level(logging.DEBUG)
+    running = measured.wrap(stream)([], measured.tracer)
+    next(running)
+    in_time(lambda: next(running))
+    assert in_time(running.close) is None
+    assert [span.name for span in measured.spans()] == ["inner", "inner", "stream"]
+    assert complaints(caplog) == []
+
+
+def test_each_step_of_interleaved_streams_has_its_own_context(measured):
+    wrapped = measured.wrap(stream)
+    first, second = wrapped([], measured.tracer), wrapped([], measured.tracer)
+    for _ in range(3):
+        next(first), next(second)
+    first.close(), second.close()
+    spans = measured.spans()
+    own = [span.context.span_id for span in spans if span.name == "stream"]
+    parents = [span.parent.span_id for span in spans if span.name == "inner"]
+    assert sorted(parents) == sorted(own * 3)
+    assert parents[0::2] == [parents[0]] * 3
+    assert parents[0] != parents[1]
+
+
+def test_a_context_that_the_stream_attached_is_there_in_its_next_step(measured):
+    def attaching():
+        token = context.attach(context.set_value("users.own", 7))
+        yield context.get_value("users.own")
+        yield context.get_value("users.own")
+        context.detach(token)
+        yield context.get_value("users.own")
+
+    seen = [(item, context.get_value("users.own")) for item in measured.wrap(attaching)()]
+    assert seen == [(7, None), (7, None), (None, None)]
+
+
+# coroutines
+
+
+def test_a_coroutine_driven_by_hand_leaks_no_context(measured):
+    class Pause:
+        def __await__(self):
+            return (yield "pause")
+
+    async def answer():
+        inside.append(trace.get_current_span().name)
+        inside.append(await Pause())
+        inside.append(trace.get_current_span().name)
+        return 42
+
+    inside: list[Any] = []
+    before = context.get_current()
+    running = measured.wrap(answer)()
+    assert running.send(None) == "pause"
+    assert context.get_current() == before
+    with pytest.raises(StopIteration) as end:
+        running.send("go on")
+    assert end.value.value == 42
+    assert inside == ["answer", "go on", "answer"]
+    assert context.get_current() == before
+    assert [span.name for span in measured.spans()] == ["answer"]
+
+
+def test_a_cancelled_coroutine_is_no_error(measured):
+    async def waiting():
+        await asyncio.sleep(60)
+
+    async def body() -> None:
+        task = asyncio.ensure_future(measured.wrap(waiting)())
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(body())
+    (span,) = measured.spans()
+    assert (span.status.status_code.name, span.attributes.get("error.type")) == ("UNSET", None)
+
+
+# whatever the consumer does
+
+
+def echo():
+    got = "start"
+    while got != "stop":
+        got = yield got
+    return "end"
+
+
+def stubborn():
+    """Does not end when it is closed."""
+    count = 0
+    while count < 6:
+        count += 1
+        try:
+            yield count
+        except (GeneratorExit, ValueError) as error:
+            yield type(error).__name__
+
+
+def returning_on_close():
+    try:
+        while True:
+            yield 1
+    except GeneratorExit:
+        return "closed"
+
+
+def failing_on_close():
+    try:
+        while True:
+            yield 1
+    finally:
+        raise KeyError("finally")
+
+
+def stopping():
+    yield 1
+    raise StopIteration(5)
+
+
+def delegating():
+    result = yield from echo()
+    yield ("delegated", result)
+    return result
+
+
+def catching():
+    while True:
+        try:
+            yield "item"
+        except ValueError as error:
+            yield error.args
+
+
+def reentrant():
+    me = yield "give me"
+    try:
+        next(me)
+    except ValueError as error:
+        yield error.args
+
+
+BODIES = [
+    echo,
+    stubborn,
+    returning_on_close,
+    failing_on_close,
+    stopping,
+    delegating,
+    catching,
+    reentrant,
+]
+ACTIONS = st.lists(
+    st.sampled_from(
+        [
+            ("next",),
+            ("send", "value"),
+            ("send", "stop"),
+            ("send", "me"),
+            ("throw", ValueError("thrown")),
+            ("throw", GeneratorExit()),
+            ("throw", StopIteration(3)),
+            ("throw", asyncio.CancelledError()),
+            ("close",),
+        ]
+    ),
+    max_size=6,
+)
+
+
+def outcome(act: Callable[[], Any]) -> Any:
+    try:
+        return ("returned", act())
+    except BaseException as error:
+        causes = (type(error.__cause__), error.__suppress_context__)
+        return (type(error), error.args, getattr(error, "value", None), causes)
+
+
+def drive(running: Any, actions: list[Any]) -> list[Any]:
+    seen = []
+    for name, *arguments in actions:
+        values = [running if value == "me" else value for value in arguments]
+        act = getattr(running, name, None) or (lambda: next(running))
+        seen.append(outcome(lambda act=act, values=values: act(*values)))
+    return seen
+
+
+def to_async(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The same body as an async generator, which pauses before each item."""
+
+    async def as_async():
+        running, step, value = body(), "send", None
+        while True:
+            try:
+                item = getattr(running, step)(value)
+            except StopIteration:
+                return
+            await asyncio.sleep(0)
+            try:
+                step, value = "send", (yield item)
+            except BaseException as error:
+                step, value = "throw", error
+
+    return as_async
+
+
+def drive_async(running: Any, actions: list[Any]) -> list[Any]:
+    names = {"next": "__anext__", "send": "asend", "throw": "athrow", "close": "aclose"}
+
+    async def body() -> list[Any]:
+        seen = []
+        for name, *arguments in actions:
+            values = [running if value == "me" else value for value in arguments]
+            try:
+                seen.append(("returned", await getattr(running, names[name])(*values)))
+            except BaseException as error:
+                seen.append((type(error), error.args, type(error.__cause__)))
+        return seen
+
+    return asyncio.run(body())
+
+
+unhurried = settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@unhurried
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@given(body=st.sampled_from(BODIES), actions=ACTIONS, decorated=st.booleans())
+def test_a_generator_answers_as_the_bare_one(measured, body, actions, decorated):
+    function = (lambda: body()) if decorated else body
+    wrapped = measured.wrap(function, "run")
+    before = context.get_current()
+    assert drive(wrapped(), actions) == drive(body(), actions)
+    assert context.get_current() == before
+
+
+@unhurried
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@given(
+    body=st.sampled_from([body for body in BODIES if body is not reentrant]),
+    actions=ACTIONS.filter(lambda actions: ("send", "me") not in actions),
+    decorated=st.booleans(),
+)
+def test_an_async_generator_answers_as_the_bare_one(measured, body, actions, decorated):
+    bare = to_async(body)
+    wrapped = measured.wrap((lambda: bare()) if decorated else bare, "run")
+    assert drive_async(wrapped(), actions) == drive_async(bare(), actions)
+
+
+@pytest.mark.parametrize("state", ["measured", "suppressed", "uninstrumented"])
+def test_a_stream_answers_as_the_bare_one_also_unmeasured(measured, state):
+    """``yield from`` would turn ``throw(GeneratorExit)`` into ``close()``, and lose what that returns."""
+    wrapped = measured.wrap(returning_on_close)
+    token = context.attach(context.set_value("suppress_instrumentation", state == "suppressed"))
+    if state == "uninstrumented":
+        measured.requests.close()
+    for last in (("close",), ("throw", GeneratorExit())):
+        actions = [("next",), last, ("next",)]
+        assert drive(wrapped(), actions) == drive(returning_on_close(), actions)
+    context.detach(token)
+    assert len(measured.spans()) == (2 if state == "measured" else 0)
+
+
+def test_an_exception_thrown_in_is_not_kept(measured):
+    """The frame that it passes through would keep it, and it the frame."""
+
+    class Big(Exception):
+        pass
+
+    def run(function: Callable[[], Any]) -> int:
+        running = function()
+        next(running)
+        with suppress(Big):
+            running.throw(Big())
+        del running
+        return sum(isinstance(thing, Big) for thing in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run(echo) == run(measured.wrap(echo)) == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="close() returns nothing before")
+def test_close_returns_what_the_generator_does(measured):
+    running = measured.wrap(returning_on_close)()
+    next(running)
+    assert running.close() == "closed"
