@@ -51,9 +51,10 @@ def gpu(request: pytest.FixtureRequest, real_gpu: bool) -> Iterator[Gpu]:
     server that ends with the test; `gpu.environment()` is the environment of either.
 
     The GPU is the emulated one, which the body steers by `from emulator import control`. On a machine with a
-    real GPU a test runs there unless it is marked `needs_emulation`. It is never skipped on CI.
+    real GPU a test runs there unless it is marked `needs_emulation`; a run that asks for a size of memory or
+    for several devices is emulated there too. It is never skipped on CI.
     """
-    emulated = not real_gpu or request.node.get_closest_marker("needs_emulation") is not None
-    handle = Gpu(request.getfixturevalue("emulation") if emulated else None)
+    steered = request.node.get_closest_marker("needs_emulation") is not None
+    handle = Gpu(lambda: request.getfixturevalue("emulation"), real=real_gpu and not steered)
     yield handle
     handle.close()

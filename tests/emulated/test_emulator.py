@@ -604,7 +604,7 @@ def test_a_body_that_fails_hangs_or_dies_says_what_and_where(gpu):
 def test_a_command_started_on_the_gpu_ends_with_the_test(emulation):
     from emulator.gpu import Gpu
 
-    gpu = Gpu(emulation)
+    gpu = Gpu(lambda: emulation)
     command = [
         sys.executable,
         "-c",

@@ -81,6 +81,7 @@ def would_fit(size: int, device: int = 0) -> bool:
         raise RuntimeError("would_fit needs a process with a single thread")
     child = _call("emu_fork")
     if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the allocator's warnings are not this process's
         try:
             torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
         except torch.cuda.OutOfMemoryError:

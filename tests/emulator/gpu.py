@@ -40,20 +40,26 @@ class Output:
 
 
 class Gpu:
-    """A GPU for tests: emulated, or real where the machine has one and the test can do with it."""
+    """A GPU for tests: emulated, or real where the machine has one and the test can do with it.
+
+    A run that asks for a size of memory or for several devices is emulated in any case: elsewhere it would be
+    another test.
+    """
 
     Failed = Failed
     Hung = Hung
 
-    def __init__(self, libraries: Path | None) -> None:
+    def __init__(self, libraries: Callable[[], Path], real: bool = False) -> None:
         self._libraries = libraries
+        self.real = real
         self._started: list[subprocess.Popen[Any]] = []
         self.last = Output("", "", 0.0)
         """What the last `run` wrote to its standard output and error, and how long it took."""
 
     @property
     def emulated(self) -> bool:
-        return self._libraries is not None
+        """Whether a run that asks for nothing special is emulated. A body asks `control.present()`."""
+        return not self.real
 
     def environment(
         self,
@@ -65,8 +71,8 @@ class Gpu:
     ) -> dict[str, str]:
         """The environment of a process on this GPU. A value of None in `env` removes the variable."""
         result = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-        if self._libraries is not None:
-            result = build.environment(self._libraries, result)
+        if not self.real or memory is not None or devices != 1:
+            result = build.environment(self._libraries(), result)
             result["EMULATED_GPU_DEVICES"] = str(devices)
             if memory is not None:
                 result["EMULATED_GPU_MEMORY"] = str(memory)
