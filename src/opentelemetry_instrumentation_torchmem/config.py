@@ -15,6 +15,8 @@ from fnmatch import fnmatchcase
 from math import inf, nan
 from typing import Any
 
+from .requests.targets import SPANS, TargetSpec, parse_targets
+
 Warn = Callable[[str], object]
 
 
@@ -24,6 +26,8 @@ class _NotAllowedError(ValueError):
 
 def _one_of(*allowed: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
+        if value is False and "off" in allowed:  # what YAML makes of a bare off
+            return "off"
         text = value.strip().lower() if isinstance(value, str) else None
         if text not in allowed:
             raise _NotAllowedError(f"one of {', '.join(allowed)}")
@@ -59,6 +63,13 @@ def _yes_or_no(value: object) -> bool:
     if answer is None:
         raise _NotAllowedError("true or false")
     return answer
+
+
+def _targets(value: object) -> tuple[TargetSpec, ...]:
+    try:
+        return parse_targets(value)
+    except ValueError as error:
+        raise _NotAllowedError(str(error)) from None
 
 
 def _names(value: object) -> tuple[str, ...]:
@@ -108,6 +119,21 @@ class Config:
         "Seconds for which a request's reading serves the collections while requests are in flight.",
     )
     request_metrics: bool = _option(_yes_or_no, True, "Whether the metrics of requests are recorded.")
+    targets: tuple[TargetSpec, ...] = _option(
+        _targets,
+        (),
+        "What is measured beside the built-in targets: `app.engine:Engine.generate,app.model:Net*.forward`; "
+        "as an argument or in the file also mappings of `target`, `span`, `operation`, `nested`, `iterator`.",
+    )
+    disabled_targets: tuple[str, ...] = _option(
+        _names, (), "Names or globs of built-in targets that are not measured: `transformers.*`, or `*`."
+    )
+    span: str = _option(
+        _one_of(*SPANS),
+        "new",
+        "Where a measured call is told: on a `new` span, on the current one (`enrich`), or `off`: in metrics "
+        "alone. A target's own choice beats it.",
+    )
     excluded_metrics: tuple[str, ...] = _option(
         _names, (), "Names or globs of metrics that are not made: `torch.memory.host.*`."
     )

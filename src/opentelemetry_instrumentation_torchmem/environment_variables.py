@@ -14,5 +14,14 @@ OTEL_PYTHON_TORCHMEM_MAX_READING_AGE = "OTEL_PYTHON_TORCHMEM_MAX_READING_AGE"
 OTEL_PYTHON_TORCHMEM_REQUEST_METRICS = "OTEL_PYTHON_TORCHMEM_REQUEST_METRICS"
 """Whether the metrics of requests are recorded: ``true`` or ``false``."""
 
+OTEL_PYTHON_TORCHMEM_TARGETS = "OTEL_PYTHON_TORCHMEM_TARGETS"
+"""What is measured beside the built-in targets: ``app.engine:Engine.generate,app.model:Net*.forward``."""
+
+OTEL_PYTHON_TORCHMEM_DISABLED_TARGETS = "OTEL_PYTHON_TORCHMEM_DISABLED_TARGETS"
+"""Names or globs of built-in targets that are not measured: ``transformers.*``."""
+
+OTEL_PYTHON_TORCHMEM_SPAN = "OTEL_PYTHON_TORCHMEM_SPAN"
+"""Where a measured call is told: ``new``, ``enrich`` or ``off``."""
+
 OTEL_PYTHON_TORCHMEM_EXCLUDED_METRICS = "OTEL_PYTHON_TORCHMEM_EXCLUDED_METRICS"
 """Comma-separated names or globs of metrics that are not made: ``torch.memory.host.*``."""

@@ -18,7 +18,10 @@ from .allocator.windows import OpenWindows
 from .config import Config
 from .metrics import Feed, is_set, registration
 from .package import INSTRUMENTS, NAME
+from .requests import track
 from .requests.probe import Hook, Requests
+from .requests.targets import Targets
+from .requests.wrapping import torch_imported
 from .telemetry import OwnTelemetry
 from .version import __version__
 
@@ -96,20 +99,31 @@ class _Wiring:
                 targets=self._requests.active,
             )
         )
-        wrapt.register_post_import_hook(self._torch_imported, "torch.cuda.memory")
+        self._targets = Targets(
+            self._requests, config.targets, disabled=config.disabled_targets, default_span=config.span
+        )
+        self._when_imported("torch.cuda.memory", self._pools.install)
+        self._when_imported("torch", torch_imported)
+        track.activate(self._requests, config.span)
+        self._targets.install()
 
-    def _torch_imported(self, memory: ModuleType) -> None:
-        if self._undone:  # a hook cannot be taken back
-            return
-        try:
-            self._pools.install(memory)
-        except Exception as error:  # what escapes would fail the user's import
-            self._telemetry.skip("error")
-            self._telemetry.say_once("pools", "torchmem: memory pools are not watched: %r", error)
+    def _when_imported(self, module: str, act: Callable[[ModuleType], None]) -> None:
+        def imported(found: ModuleType) -> None:
+            if self._undone:  # a hook cannot be taken back
+                return
+            try:
+                act(found)
+            except Exception as error:  # what escapes would fail the user's import
+                self._telemetry.skip("error")
+                self._telemetry.say_once(module, "torchmem: %s is not as it is known: %r", module, error)
+
+        wrapt.register_post_import_hook(imported, module)
 
     def undo(self) -> None:
         """Put back what was touched; the series vanish."""
         self._undone = True
+        track.deactivate()
+        self._targets.undo()
         self._requests.close()
         self._registration.unplug()
         self._pools.remove()

@@ -141,6 +141,8 @@ class Registration:
     def unplug(self) -> None:
         """Yield nothing from now on: the series vanish."""
         self._feed = None
+        for record in self._records.values():
+            _forget(record)
 
     def _callback(self, row: Metric) -> Callable[[CallbackOptions], list[Observation]]:
         def observe(_: CallbackOptions) -> list[Observation]:
@@ -148,6 +150,22 @@ class Registration:
             return [] if feed is None else feed.observe(row)
 
         return observe
+
+
+def _forget(record: Any) -> None:
+    """Take back what was recorded on a synchronous instrument: the SDK would export its last state for ever.
+
+    It has no way to ask for that (core#2454). Where its inner parts are not as they are known, the points
+    stay as they were when measuring ended.
+    """
+    record = getattr(record, "_real_instrument", record)
+    consumer = getattr(record, "_measurement_consumer", None)
+    storages: Mapping[Any, Any] = getattr(consumer, "_reader_storages", {})
+    for storage in tuple(storages.values()):
+        for match in getattr(storage, "_instrument_view_instrument_matches", {}).get(record, ()):
+            points = getattr(match, "_attributes_aggregation", None)
+            if isinstance(points, dict):
+                points.clear()  # pyright: ignore[reportUnknownMemberType] - a private part of the SDK
 
 
 class _Excluded:

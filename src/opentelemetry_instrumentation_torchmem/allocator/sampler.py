@@ -66,10 +66,10 @@ class Sampler:
 
     def source(self) -> Source | None:
         """The source, or None while this process has no CUDA of its own to read."""
+        if self._source is not None:
+            return self._source if self._source.is_alive() else None
         torch = initialised_torch()
-        if torch is None:
-            return None
-        if self._source is None:
+        if torch is not None:
             self._source = Source(torch)
         return self._source
 

@@ -48,10 +48,12 @@ class Device:
 
 class Source:
     """The door to torch's statistics. Made once CUDA is initialised, on the module that
-    ``initialised_torch`` gives; whoever reads asks ``initialised_torch`` first, each time."""
+    ``initialised_torch`` gives; whoever reads asks that, or ``is_alive``, first, each time."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
+        self.is_alive: Callable[[], bool] = torch.cuda.is_initialized
+        """False in a forked child, as ``initialised_torch`` says."""
         self.version = str(torch.__version__)
         self.backend = _backend(torch)
         self._host_statistics: Callable[[], Any] | None = getattr(torch._C, "_cuda_hostMemoryStats", None)
@@ -79,7 +81,10 @@ class Source:
         at = monotonic()
         if self.backend == NATIVE:
             statistics = self._statistics(index)
-            if self._expandable or _grew_without_segments(statistics):
+            # memory that no cudaMalloc segment holds was mapped: expandable segments are in use. Both figures
+            # count since the user's last reset; before 2.4 only the settings can tell.
+            allocations = statistics.get("num_device_alloc", 0)
+            if self._expandable or allocations > statistics["segment"]["all"]["allocated"]:
                 self._expandable = True  # for good: what was once mapped may still be there
                 for family in _SEGMENT_FAMILIES:
                     statistics.pop(family, None)
@@ -160,15 +165,6 @@ def _is_whole(call: Callable[[int], Any], index: int) -> bool:
     except RuntimeError:
         return False
     return "reserved_bytes" in given and "num_alloc_retries" in given
-
-
-def _grew_without_segments(statistics: dict[str, Any]) -> bool:
-    """Whether memory was mapped that no cudaMalloc segment holds: expandable segments are in use.
-
-    Both figures count since the user's last reset. Before 2.4 only the settings can tell.
-    """
-    allocations = statistics.get("num_device_alloc")
-    return allocations is not None and allocations > statistics["segment"]["all"]["allocated"]
 
 
 def _hardware_id(torch: Any, index: int) -> str | None:

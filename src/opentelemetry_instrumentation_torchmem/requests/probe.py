@@ -230,7 +230,7 @@ class Requests:
             if isinstance(error, Exception) and target.span == "new":
                 span.record_exception(error)
                 span.set_status(Status(StatusCode.ERROR, f"{failure}: {error}"))
-        if self._metered:
+        if self._metered and not self._closed:
             self._record(probe, whole, concurrent == 1 if changes else None, failure)
 
     def _changes(self, probe: Probe) -> tuple[list[Change], list[str]]:
