@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/METRICS.md and docs/registry/ from the table in signals.py.
+"""Writes docs/METRICS.md and docs/registry/ from the table in signals.py, and the README's table of options.
 
 python docs/generate.py          write them
 python docs/generate.py --check  exit 1, naming the files, where one is stale
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from opentelemetry_instrumentation_torchmem.config import Config
 from opentelemetry_instrumentation_torchmem.signals import (
     METRICS,
     REQUEST_METRICS,
@@ -25,6 +27,8 @@ from opentelemetry_instrumentation_torchmem.signals import (
 )
 
 DOCS = Path(__file__).parent
+README = DOCS.parent / "README.md"
+OPTIONS_BEGIN, OPTIONS_END = "<!-- options: written by `make docs` -->", "<!-- end of options -->"
 SCHEMA_URL = "https://torchmem.example/schemas/torchmem/0.1.0"
 GENERATED = "Generated from signals.py by `make docs`: do not edit."
 
@@ -78,6 +82,19 @@ def metrics_page() -> str:
             lines += [f"| `{value}` | {meaning} |" for value, meaning in attribute.members.items()]
             lines.append("")
     return "\n".join(lines)
+
+
+def readme() -> str:
+    """The README, with the table of options as it is in config.py."""
+    lines = ["| option, variable | default | meaning |", "|---|---|---|"]
+    for option in fields(Config):
+        default = option.default
+        shown = ", ".join(default) if isinstance(default, tuple) else str(default).lower()
+        names = f"`{option.name}`<br>`OTEL_PYTHON_TORCHMEM_{option.name.upper()}`"
+        lines.append(f"| {names} | {f'`{shown}`' if shown else 'none'} | {option.metadata['about']} |")
+    head, rest = README.read_text().split(OPTIONS_BEGIN)
+    tail = rest.split(OPTIONS_END)[1]
+    return head + OPTIONS_BEGIN + "\n" + "\n".join(lines) + "\n" + OPTIONS_END + tail
 
 
 def _span_lines(span: Span) -> list[str]:
@@ -169,6 +186,7 @@ def _level(attribute: Attribute) -> str | dict[str, str]:
 
 
 def files() -> Iterable[tuple[Path, str]]:
+    yield README, readme()
     yield DOCS / "METRICS.md", metrics_page()
     for name, content in registry().items():
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)

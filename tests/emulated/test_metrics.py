@@ -107,7 +107,8 @@ def test_every_figure_equals_the_allocators_own(gpu):
     rounding = stats["active_bytes.all.current"] - stats["requested_bytes.all.current"]
     assert told["rounding"] == rounding > 0
     counters = {
-        "allocation.retries": "num_alloc_retries", "ooms": "num_ooms", "device.allocations": "num_device_alloc",
+        "allocation.retries": "num_alloc_retries", "ooms": "num_ooms",
+        "device.allocations": "num_device_alloc",
         "device.frees": "num_device_free", "device.syncs": "num_sync_all_streams",
         "allocations": "allocation.all.allocated", "turnover": "allocated_bytes.all.allocated",
     }  # fmt: skip
