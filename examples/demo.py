@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,17 +189,24 @@ class Seen:
         return [what for what, was_shown in shown.items() if not was_shown]
 
     def __str__(self) -> str:
-        def gib(size: float | None) -> str:
-            return "-" if size is None else f"{size / 2**30:.2f} GiB"
-
-        def plain(value: float | None, form: str) -> str:
-            return "-" if value is None else format(value, form)
-
+        fragmentation = told(self.fragmentation_max, lambda share: f"{share:.0%}")
         return (
-            f"reserved {gib(self.reserved_first)} -> {gib(self.reserved_max)}, "
-            f"fragmentation up to {plain(self.fragmentation_max, '.2f')}, "
-            f"{plain(self.retries, '.0f')} retries, {plain(self.ooms, '.0f')} OOMs"
+            f"reserved {told(self.reserved_first, size)} -> {told(self.reserved_max, size)}, "
+            f"fragmentation up to {fragmentation}, "
+            f"{told(self.retries, count)} retries, {told(self.ooms, count)} OOMs"
         )
+
+
+def told(value: float | None, form: Callable[[float], str]) -> str:
+    return "-" if value is None else form(value)
+
+
+def size(octets: float) -> str:
+    return f"{octets / 2**30:.2f} GiB" if octets >= 2**30 else f"{octets / 2**20:.0f} MiB"
+
+
+def count(number: float) -> str:
+    return f"{number:.0f}"
 
 
 def main() -> int:

@@ -102,10 +102,22 @@ def test_the_demo_shows_what_it_promises_and_leaves_nothing_behind(emulation: Pa
         assert lines[-1].startswith("Seen over OTLP: reserved ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_demo_and_everything_it_started(emulation: Path, number: signal.Signals) -> None:
+def test_a_demo_that_shows_too_little_says_what_was_missing(emulation: Path) -> None:
+    with demo(seconds=0.5) as run:
+        assert run.ended(120) == 1
+        assert "The demo failed: it did not show a retry of the allocator" in run.text()
+        assert run.alive() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "script"),
+    [(signal.SIGINT, "load.py"), (signal.SIGTERM, "serve.py"), (signal.SIGHUP, "serve.py")],
+)
+def test_a_signal_ends_the_demo_and_everything_it_started(
+    emulation: Path, number: signal.Signals, script: str
+) -> None:
     with demo(seconds=60) as run:
-        run.wait_for("serve.py")
+        run.wait_for(script)
         run.process.send_signal(number)
         assert run.ended(40) == 128 + number, run.text()
         assert run.alive() == []
