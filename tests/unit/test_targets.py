@@ -19,39 +19,24 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from exported import Traced
 
-from opentelemetry_instrumentation_torchmem.allocator.pools import PoolWatch
-from opentelemetry_instrumentation_torchmem.allocator.sampler import Sampler
-from opentelemetry_instrumentation_torchmem.allocator.windows import OpenWindows
-from opentelemetry_instrumentation_torchmem.requests.probe import Requests
 from opentelemetry_instrumentation_torchmem.requests.targets import (
     Targets,
     TargetSpec,
     parse_targets,
 )
-from opentelemetry_instrumentation_torchmem.telemetry import OwnTelemetry
 
 LOGGER = "opentelemetry_instrumentation_torchmem"
 
 
 class Measuring:
-    """The rooms that targets need, with the real SDK's spans in memory."""
+    """Targets on the rooms they need, and what came of them."""
 
-    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+    def __init__(self, measured: Any, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
-        self._traced = Traced()
-        self.telemetry = OwnTelemetry()
-        windows = OpenWindows()
-        self.requests = Requests(
-            self._traced.provider.get_tracer("test"),
-            {},
-            Sampler(self.telemetry, PoolWatch(), windows),
-            windows,
-            self.telemetry,
-            awake=lambda: (True, False),
-        )
+        self._measured = measured
         self._installed: list[Targets] = []
+        self.requests = measured.requests
 
     def install(self, *targets: Any, **options: Any) -> Targets:
         made = Targets(self.requests, parse_targets(list(targets)), **{"disabled": ("*",), **options})
@@ -66,8 +51,8 @@ class Measuring:
     @property
     def spans(self) -> list[tuple[str, str]]:
         """The spans since the last look, as (name, code.function.name)."""
-        spans = [(span.name, span.attributes.get("code.function.name")) for span in self._traced.spans]
-        self._traced.exporter.clear()
+        spans = [(span.name, span.attributes.get("code.function.name")) for span in self._measured.spans()]
+        self._measured.exporter.clear()
         return spans
 
     @property
@@ -76,13 +61,13 @@ class Measuring:
 
     @property
     def skipped(self) -> int:
-        return self.telemetry.skipped["target"]
+        return self._measured.telemetry.skipped["target"]
 
 
 @pytest.fixture
-def measuring(caplog: pytest.LogCaptureFixture) -> Iterator[Measuring]:
+def measuring(measured: Any, caplog: pytest.LogCaptureFixture) -> Iterator[Measuring]:
     caplog.set_level(logging.INFO, LOGGER)
-    measuring = Measuring(caplog)
+    measuring = Measuring(measured, caplog)
     yield measuring
     measuring.close()
 
@@ -708,6 +693,18 @@ def test_a_module_that_instruments_while_it_is_imported_is_waited_for(measuring,
     assert builtins.__build_class__ is builder
     [line] = measuring.said
     assert "app_self never had a class Gone" in line
+
+
+def test_a_targets_counters_exist_at_0_as_soon_as_it_is_wrapped(measuring, write, measured):
+    name = write("app_engine", ENGINE)
+    measuring.install("app_engine:Engine.generate")
+    assert measured.points("torch.memory.request.retries") == []
+    load(name)
+    [point] = measured.points("torch.memory.request.retries")
+    assert (point.value, dict(point.attributes)) == (
+        0,
+        {"torch.operation": "generate", "code.function.name": "app_engine.Engine.generate"},
+    )
 
 
 # parsing

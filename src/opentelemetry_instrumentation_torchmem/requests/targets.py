@@ -28,12 +28,12 @@ import atexit
 import builtins
 import functools
 import inspect
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -111,12 +111,13 @@ def _spec(entry: object) -> TargetSpec:
     elif isinstance(entry, Mapping):
         options = dict(cast("Mapping[Any, Any]", entry))
     name: Any = options.pop("target", None)
+    name = name.strip() if isinstance(name, str) else name
     if options.get("span") is False:
         options["span"] = "off"  # what YAML makes of a bare off
     problem = _problem(name, options)
     if problem is not None:
         return TargetSpec(name if isinstance(name, str) else repr(name or options), problem=problem)
-    return TargetSpec(name.strip(), **options)
+    return TargetSpec(name, **options)
 
 
 def _problem(name: object, options: Mapping[Any, Any]) -> str | None:
@@ -132,7 +133,6 @@ def _problem(name: object, options: Mapping[Any, Any]) -> str | None:
             return f"{option}={value!r} is not allowed (true or false)"
         if option == "operation" and not (value is None or (isinstance(value, str) and value.strip())):
             return f"operation={value!r} is not allowed (a name)"
-    name = name.strip()
     if any(name == row.label for row in BUILT_IN):
         return None
     module, _, path = name.partition(":")
@@ -610,10 +610,6 @@ def _lazily_from(module: ModuleType, name: str) -> str | None:
 
 def _hint(module: str) -> str:
     """Whether the module is the script itself, which runs as ``__main__``."""
-    script = sys.modules.get("__main__")
-    spec: Any = getattr(script, "__spec__", None)
-    name = (
-        getattr(spec, "name", None)
-        or os.path.splitext(os.path.basename(getattr(script, "__file__", "") or ""))[0]
-    )
-    return f"; it is the script itself: write __main__ for {module}" if name == module else ""
+    spec: Any = getattr(sys.modules.get("__main__"), "__spec__", None)
+    script = getattr(spec, "name", None) or Path((sys.argv or [""])[0]).stem  # __file__ is gone at the end
+    return f"; it is the script itself: write __main__ for {module}" if script == module else ""

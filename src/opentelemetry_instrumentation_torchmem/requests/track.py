@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType, TracebackType
+from types import BuiltinFunctionType, FunctionType, MethodType, TracebackType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 from weakref import WeakSet, ref
 
@@ -116,6 +116,9 @@ def track(
     return Tracked(None, span, nested, iterator)(name)
 
 
+_METHODS: tuple[Any, ...] = (staticmethod, classmethod)
+
+
 class Tracked:
     """What ``track("name")`` gives: ``with`` it or decorate with it."""
 
@@ -133,9 +136,9 @@ class Tracked:
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a function, or a static or class method."""
         given: Any = function
-        kind: type[Any] = type(given)
-        if issubclass(kind, (staticmethod, classmethod)):
-            return cast("Any", kind)(self(given.__func__))
+        kind: Any = type(given)
+        if kind in _METHODS:
+            return kind(self(given.__func__))
         if not isinstance(given, FunctionType):
             raise TypeError(f"track decorates functions, and {given!r} is a {kind.__qualname__}")
         label = f"{given.__module__}.{given.__qualname__}"
@@ -196,7 +199,7 @@ def instrument_model(
         >>> stop = instrument_model(model, "rerank")  # doctest: +SKIP
     """
     cls = type(model)
-    if isinstance(model, type) or not callable(model) or isinstance(model, FunctionType):
+    if not callable(model) or isinstance(model, (type, FunctionType, BuiltinFunctionType, MethodType)):
         raise TypeError(f"instrument_model measures an object that can be called, not a {cls.__qualname__}")
     if span is not None and span not in SPANS:
         raise ValueError(f"span={span!r} is not allowed (one of {', '.join(SPANS)})")
