@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from threading import get_ident
 from time import monotonic, perf_counter
@@ -87,7 +87,7 @@ class Sampler:
             self._latest[reading.device] = reading
         return readings
 
-    def devices(self, readings: list[AllocatorReading]) -> list[Device]:
+    def devices(self, readings: Sequence[AllocatorReading]) -> list[Device]:
         """The devices that readings are of."""
         source = self._source
         return [] if source is None else [source.device(reading.device) for reading in readings]

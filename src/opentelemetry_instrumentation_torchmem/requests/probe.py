@@ -24,6 +24,7 @@ from opentelemetry.context import (
     get_current,
     set_value,
 )
+from opentelemetry.metrics import _internal as metrics_api
 from opentelemetry.trace import INVALID_SPAN, Span, Status, StatusCode
 
 from .. import signals
@@ -41,6 +42,23 @@ Records = Mapping[str, Any]
 _WINDOW = create_key("torchmem-window")
 _SUPPRESSED = "suppress_instrumentation"
 _NO_KEYWORDS: Mapping[str, Any] = {}
+
+# keys that the path of every request uses, and those of a Change's figures, in the order of its fields
+_DEVICES, _CONCURRENT, _EXCLUSIVE = signals.DEVICES.name, signals.CONCURRENT.name, signals.EXCLUSIVE.name
+_FRAGMENTATION = signals.FRAGMENTATION.name
+_TOLD = (
+    signals.RESERVED_BEFORE.name,
+    signals.RESERVED_DELTA.name,
+    signals.ALLOCATED_BEFORE.name,
+    _ALLOCATED_DELTA := signals.ALLOCATED_DELTA.name,
+    _PEAK_GROWTH := signals.PEAK_GROWTH.name,
+    signals.RETRIES.name,
+    signals.OOMS.name,
+    signals.DEVICE_ALLOCATIONS.name,
+    signals.DEVICE_SYNCS.name,
+    signals.TURNOVER.name,
+)
+
 MAX_TARGETS = 200
 """Label sets of targets; what comes later counts under the operation ``other``."""
 
@@ -61,6 +79,17 @@ class Target:
     """Whether an iterator that it returns is followed to its end, as generators always are."""
 
 
+def _providers_set() -> tuple[object, object]:
+    """The global providers that are set. To ask the API for them costs 1.4 µs while there are none."""
+    return trace._TRACER_PROVIDER, metrics_api._METER_PROVIDER  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+
+
+if not (hasattr(trace, "_TRACER_PROVIDER") and hasattr(metrics_api, "_METER_PROVIDER")):  # another API
+
+    def _providers_set() -> tuple[object, object]:
+        return trace.get_tracer_provider(), metrics_api.get_meter_provider()
+
+
 class Requests:
     """Measures calls, from one ``instrument()`` to its ``uninstrument()``. Owner: the instrumentor."""
 
@@ -78,11 +107,14 @@ class Requests:
     ) -> None:
         self.telemetry = telemetry
         self._tracer = tracer
-        self._records = records
-        self._sampler = sampler
-        self._windows = windows
+        self.sampler = sampler
+        self.windows = windows
+        self._duration, self._reserved_growth, self._peak_growth, self._retries = (
+            records[row.name] for row in signals.REQUEST_METRICS
+        )
         self._awake = awake
         self._traced = self._metered = False
+        self._seen: tuple[object, object] | None = None
         self._request_hook = request_hook
         self._response_hook = response_hook
         self._closed = False
@@ -107,7 +139,10 @@ class Requests:
                 return None
             traced, metered = self._traced, self._metered
             if not (traced and metered):
-                traced, metered = self._traced, self._metered = self._awake()
+                providers = _providers_set()
+                if providers != self._seen:
+                    self._seen = providers
+                    traced, metered = self._traced, self._metered = self._awake()
                 if not (traced or metered):
                     return None
             context = get_current()
@@ -118,26 +153,27 @@ class Requests:
             if nested and not target.nested:
                 return None
             mode = target.span
+            series = self.series(target)
             span = INVALID_SPAN
             if traced and mode != "off":
                 if mode == "new":
                     if not isinstance(name, str):
                         name = name(arguments)
-                    span = self._tracer.start_span(name, context, attributes=self.series(target).labels)
+                    span = self._tracer.start_span(name, context, attributes=series.labels)
                 else:
                     span = trace.get_current_span(context)
             recording = span.is_recording()
             if not recording and not metered:
                 if mode != "new" or trace.get_current_span(context) is not INVALID_SPAN:
                     return None  # what comes under the dropped parent is dropped as well
-                probe = Probe(self, target, span, trace.set_span_in_context(span, context))
+                probe = Probe(self, target, series, span, trace.set_span_in_context(span, context))
                 probe.enter()
                 return probe
             if not self._abandoned.empty():
                 self.drain()
             if mode == "new":
                 context = trace.set_span_in_context(span, context)
-            probe = Probe(self, target, span, context)
+            probe = Probe(self, target, series, span, context)
             probe.measure(recording, nested)
             if recording:
                 self._describe(probe, arguments, keywords)
@@ -161,13 +197,13 @@ class Requests:
 
     def active(self) -> list[tuple[Any, dict[str, Any]]]:
         """Each target's requests in flight, with its labels."""
-        counts = self._windows.by_key
+        counts = self.windows.by_key
         return [(counts.get(series, 0), series.labels) for series in tuple(self._series.values())]
 
     def before_collection(self) -> None:
         """What each collection needs of us: ended streams ended, and counters that start at 0."""
         self.drain()
-        retries = self._records[signals.REQUEST_RETRIES.name] if self._metered or self._awake()[1] else None
+        retries = self._retries if self._metered or self._awake()[1] else None
         for series in tuple(self._series.values()):
             if retries is not None and not series.zeroed:
                 series.zeroed = True
@@ -191,14 +227,6 @@ class Requests:
         self._closed = True
         self.drain()
 
-    def readings(self) -> list[AllocatorReading]:
-        """A reading of each used device, now, on this thread."""
-        return self._sampler.request_readings()
-
-    def open_window(self, target: Target, nested: bool) -> Window:
-        """A window from now on."""
-        return self._windows.open(self.series(target), nested)
-
     def finish(self, probe: Probe, error: BaseException | None, result: object) -> None:
         """The end of a call, once: its span told and ended, its metrics recorded. Never raises."""
         try:
@@ -213,11 +241,12 @@ class Requests:
 
     def _tell(self, probe: Probe, window: Window, error: BaseException | None, result: object) -> None:
         target, span = probe.target, probe.span
-        concurrent = self._windows.close(window)
-        changes, names = self._changes(probe)
+        concurrent = self.windows.close(window)
+        changes, later = _changes(probe.before, probe.after)
         whole = total(changes) if changes else NOTHING_KNOWN
         failure = type(error).__qualname__ if isinstance(error, Exception) else None
         if probe.recording and span.is_recording():
+            names = [device.name for device in self.sampler.devices(later)]
             story = _Story(names, changes, whole, concurrent)
             if target.span == "enrich":
                 story = self._told_before(span, story)
@@ -233,17 +262,6 @@ class Requests:
         if self._metered and not self._closed:
             self._record(probe, whole, concurrent == 1 if changes else None, failure)
 
-    def _changes(self, probe: Probe) -> tuple[list[Change], list[str]]:
-        before, after = probe.before, probe.after
-        if len(before) == 1 == len(after) and before[0].device == after[0].device:
-            pairs = [(before[0], after[0])]
-        else:
-            later = {reading.device: reading for reading in after}
-            pairs = [(reading, later[reading.device]) for reading in before if reading.device in later]
-        changes = [change(earlier, later) for earlier, later in pairs]
-        names = [device.name for device in self._sampler.devices([later for _, later in pairs])]
-        return changes, names
-
     def _told_before(self, span: Span, story: _Story) -> _Story:
         """This call's story added to what earlier calls under the same span told."""
         known = self._enriched.get(span)
@@ -251,17 +269,16 @@ class Requests:
         return story
 
     def _record(self, probe: Probe, whole: Change, exclusive: bool | None, failure: str | None) -> None:
-        series, context, records = self.series(probe.target), probe.context, self._records
+        series, context = probe.series, probe.context
         labels = series.by_exclusive[exclusive]
         timed = labels if failure is None else {**labels, signals.ERROR_TYPE.name: failure}
-        records[signals.REQUEST_DURATION.name].record(probe.ended - probe.began, timed, context)
+        self._duration.record(probe.ended - probe.began, timed, context)
         if whole.reserved_delta is not None:
-            growth = max(0, whole.reserved_delta)
-            records[signals.REQUEST_RESERVED_GROWTH.name].record(growth, labels, context)
+            self._reserved_growth.record(max(0, whole.reserved_delta), labels, context)
         if exclusive and whole.peak_growth is not None:
-            records[signals.REQUEST_PEAK_GROWTH.name].record(whole.peak_growth, labels, context)
+            self._peak_growth.record(whole.peak_growth, labels, context)
         if whole.retries:
-            records[signals.REQUEST_RETRIES.name].add(whole.retries, series.labels, context)
+            self._retries.add(whole.retries, series.labels, context)
 
     def _describe(self, probe: Probe, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         try:
@@ -291,6 +308,17 @@ class Requests:
             target.function or target.operation,
             error,
         )
+
+
+def _changes(
+    before: Sequence[AllocatorReading], after: Sequence[AllocatorReading]
+) -> tuple[list[Change], Sequence[AllocatorReading]]:
+    """What changed on each device that was read before and after, and the later readings of those."""
+    if len(before) == 1 == len(after) and before[0].device == after[0].device:
+        return [change(before[0], after[0])], after
+    later = {reading.device: reading for reading in after}
+    pairs = [(reading, later[reading.device]) for reading in before if reading.device in later]
+    return [change(*pair) for pair in pairs], [reading for _, reading in pairs]
 
 
 class _Series:
@@ -325,20 +353,24 @@ class Probe:
         "ended_at",
         "open",
         "recording",
+        "series",
         "span",
         "target",
         "window",
     )
 
-    def __init__(self, requests: Requests, target: Target, span: Span, context: Context) -> None:
+    def __init__(
+        self, requests: Requests, target: Target, series: _Series, span: Span, context: Context
+    ) -> None:
         self._requests = requests
         self.target = target
+        self.series = series
         self.span = span
         self.open = True
         self.recording = False
         self.window: Window | None = None
-        self.before: list[AllocatorReading] = []
-        self.after: list[AllocatorReading] = []
+        self.before: Sequence[AllocatorReading] = ()
+        self.after: Sequence[AllocatorReading] = ()
         self.ended_at: int | None = None
         self.began = self.ended = 0.0
         self.context = context
@@ -347,10 +379,10 @@ class Probe:
     def measure(self, recording: bool, nested: bool) -> None:
         """Open the window, take the readings before, and make the context current."""
         self.recording = recording
-        self.window = self._requests.open_window(self.target, nested)
+        self.window = self._requests.windows.open(self.series, nested)
         # the window, not the probe: a probe in its own context would only be seen dropped by the collector
         self.context = set_value(_WINDOW, self.window, self.context)
-        self.before = self._requests.readings()
+        self.before = self._requests.sampler.request_readings()
         self.began = perf_counter()
         self.enter()
 
@@ -401,13 +433,13 @@ class Probe:
         self._requests.finish(self, error, result)
 
     def _mark_end(self) -> None:
-        self.ended = perf_counter()
-        self.ended_at = time_ns()
         if self.window is None:
             return
+        self.ended = perf_counter()
+        self.ended_at = time_ns()
         self.window.open = False
         try:
-            self.after = self._requests.readings()
+            self.after = self._requests.sampler.request_readings()
         except Exception as error:
             self._requests.fault(self.target, error)
 
@@ -445,35 +477,32 @@ class _Story:
         """The attributes of the span; what cannot be known, or means nothing under overlap, is left out."""
         if not self.changes:
             return {}
-        touched = [i for i, each in enumerate(self.changes) if each.turnover or each.reserved_delta]
-        if len(self.changes) > 1 and touched and len(touched) < len(self.changes):
-            names, changes = [self.devices[i] for i in touched], [self.changes[i] for i in touched]
-            whole = total(changes)
-        else:
-            names, changes, whole = self.devices, self.changes, self.whole
+        names, changes, whole = self.devices, self.changes, self.whole
+        several = len(changes) > 1
+        if several:
+            touched = [i for i, each in enumerate(changes) if each.turnover or each.reserved_delta]
+            if touched and len(touched) < len(changes):
+                names, changes = [names[i] for i in touched], [changes[i] for i in touched]
+                whole = total(changes)
         exclusive = self.concurrent == 1
-        told: dict[str, Any] = {
-            signals.DEVICES.name: ",".join(names),
-            signals.CONCURRENT.name: self.concurrent,
-            signals.EXCLUSIVE.name: exclusive,
-            signals.RESERVED_BEFORE.name: whole.reserved_before,
-            signals.RESERVED_DELTA.name: whole.reserved_delta,
-            signals.ALLOCATED_BEFORE.name: whole.allocated_before,
-            signals.RETRIES.name: whole.retries,
-            signals.OOMS.name: whole.ooms,
-            signals.DEVICE_ALLOCATIONS.name: whole.device_allocations,
-            signals.DEVICE_SYNCS.name: whole.device_syncs,
-            signals.TURNOVER.name: whole.turnover,
-            signals.FRAGMENTATION.name: whole.fragmentation,
-        }
-        if exclusive:
-            told[signals.ALLOCATED_DELTA.name] = whole.allocated_delta
-            told[signals.PEAK_GROWTH.name] = whole.peak_growth or None
-        if len(changes) > 1:
+        told: dict[str, Any] = dict(zip(_TOLD, whole, strict=False))
+        if None in whole:
+            told = {key: value for key, value in told.items() if value is not None}
+        told[_DEVICES] = ",".join(names)
+        told[_CONCURRENT] = self.concurrent
+        told[_EXCLUSIVE] = exclusive
+        fragmentation = whole.fragmentation
+        if fragmentation is not None:
+            told[_FRAGMENTATION] = fragmentation
+        if not exclusive:
+            told.pop(_ALLOCATED_DELTA, None)
+        if not (exclusive and whole.peak_growth):
+            told.pop(_PEAK_GROWTH, None)
+        if several:
             pairs = [(signals.RESERVED_BY_DEVICE.name, [each.reserved_delta for each in changes])]
             if exclusive:
                 pairs.append((signals.ALLOCATED_BY_DEVICE.name, [each.allocated_delta for each in changes]))
             for key, deltas in pairs:
-                if len(set(deltas)) > 1:
+                if None not in deltas and len(set(deltas)) > 1:
                     told[key] = [f"{name}={delta}" for name, delta in zip(names, deltas, strict=True)]
-        return {key: value for key, value in told.items() if value is not None}
+        return told
