@@ -9,6 +9,7 @@ import importlib
 import inspect
 import logging
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -513,6 +514,29 @@ def test_a_method_that_another_package_has_wrapped_is_measured(measuring, write)
     assert measuring.spans == [("generate Engine", "app_engine.Engine.generate")]
     targets.undo()
     assert vars(app.Engine)["generate"] is theirs
+
+
+def test_a_class_that_is_pickled_by_value_takes_nothing_of_ours_along(measuring, write):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    app = load(write("app_engine", ENGINE))
+    cloudpickle.register_pickle_by_value(app)
+    measuring.install("app_engine:Engine.generate")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import pickle, sys\n"
+            "Loud = pickle.load(sys.stdin.buffer)\n"
+            "class Later(Loud):\n"
+            "    def generate(self, prompt, *, n=1): return super().generate(prompt, n=n) + '!'\n"
+            "print(Later().generate('a'))",
+        ],
+        input=cloudpickle.dumps(app.Loud),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split() == [b"A!"], done.stderr.decode()
 
 
 # options of a target

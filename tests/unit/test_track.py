@@ -9,13 +9,14 @@ import gc
 import inspect
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from opentelemetry.trace import StatusCode
 
-from opentelemetry_instrumentation_torchmem.requests import track as tracking
 from opentelemetry_instrumentation_torchmem.requests import wrapping
 from opentelemetry_instrumentation_torchmem.requests.track import (
     activate,
@@ -485,5 +486,47 @@ def test_a_tracked_function_is_compiled_whole_also_where_nobody_measures(off):
     assert off.names == []
 
 
-def test_nothing_is_left_behind(measuring):
-    assert tracking._models == {} or all(not calls._measured for calls in tracking._models.values())
+def test_a_class_that_is_pickled_by_value_takes_nothing_of_ours_along(measuring):
+    cloudpickle = pytest.importorskip("cloudpickle")
+
+    class Own:
+        def __call__(self, x):
+            return x * 2
+
+    class Inherits(torch.nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    @track
+    def tracked(x):
+        return x - 1
+
+    models = Own(), Inherits()
+    stops = [instrument_model(model) for model in models]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import pickle, sys\n"
+            "own, inherits, function = pickle.load(sys.stdin.buffer)\n"
+            "print(own(2), inherits(2), function(2))",
+        ],
+        input=cloudpickle.dumps((*models, tracked)),
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.split() == [b"4", b"3", b"1"], done.stderr.decode()
+    for stop in stops:
+        stop()
+
+
+def test_a_class_whose_last_model_went_is_as_before(measuring):
+    before = dict(vars(Net))
+    stop = instrument_model(Net())
+    assert dict(vars(Net)) != before
+    stop()
+    uninstrument_model(Net())
+    instrument_model(model := Net())
+    uninstrument_model(model)
+    assert dict(vars(Net)) == before

@@ -30,7 +30,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -280,9 +280,9 @@ class Targets:
             else:
                 named[spec.target] = spec
         for row in BUILT_IN:
-            if any(fnmatchcase(row.label, pattern) for pattern in self._disabled):
-                continue
             spec = named.get(row.label) or TargetSpec(row.label)
+            if row.label not in named and any(fnmatchcase(row.label, glob) for glob in self._disabled):
+                continue
             target = self._target(spec, row.label, row.operation)
             yield _Wanted(row.module, row.owner, row.method, target)
         for spec in named.values():
@@ -448,19 +448,20 @@ class Targets:
 
     def _follow_subclasses(self, cls: type) -> None:
         """Hear of each class that will be derived from one."""
-        own = vars(cls).get("__init_subclass__", _ABSENT)
+        own = vars(cls).get("__init_subclass__")
+        heard = _Heard(self._born)
 
         def __init_subclass__(born: type, *arguments: Any, **keywords: Any) -> None:  # noqa: N807
-            if own is _ABSENT:
+            if own is None:
                 cast("Any", super(cls, born)).__init_subclass__(*arguments, **keywords)
             else:
                 own.__get__(None, born)(*arguments, **keywords)
-            self._born(born)
+            heard.born(born)
 
-        if own is not _ABSENT:
-            functools.update_wrapper(__init_subclass__, _function_in(own))
+        if own is not None:
+            functools.update_wrapper(__init_subclass__, function_in(own))
         cast("Any", cls).__init_subclass__ = classmethod(__init_subclass__)
-        self._stands(cls, "__init_subclass__", own, None)
+        self._stands(cls, "__init_subclass__", _ABSENT if own is None else own, None)
 
     def _born(self, cls: type) -> None:
         if self._undone:
@@ -492,7 +493,7 @@ class Targets:
 
     def _put(self, place: type | ModuleType, name: str, target: Target, entry: Any) -> str | None:
         """Wrap a function where it is; what stands against that."""
-        function = _function_in(entry)
+        function = function_in(entry)
         if function is None:  # a class that says it has no such method
             return None
         if isinstance(function, type):
@@ -511,7 +512,7 @@ class Targets:
 
     def _stands(self, place: type | ModuleType, name: str, entry: Any, target: Target | None) -> None:
         """Remember what one of ours stands for, on itself: a table of that would keep classes alive."""
-        function = _function_in(vars(place)[name])
+        function = function_in(vars(place)[name])
         vars(function)["__torchmem__"] = _Standing(entry, target)
         self._ours.add(function)
         if isinstance(place, type):
@@ -520,7 +521,7 @@ class Targets:
             self._functions.append((place, name))
 
     def _standing(self, entry: Any) -> _Standing | None:
-        function = _function_in(entry)
+        function = function_in(entry)
         if type(function) is not FunctionType or function not in self._ours:
             return None  # a wrapper around ours has the attribute as well
         return vars(function)["__torchmem__"]
@@ -531,6 +532,18 @@ class Targets:
                 delattr(place, name)
             else:
                 setattr(place, name, standing.entry)
+
+
+class _Heard:
+    """Who hears of a new class: nobody in the processes that a class of the script is pickled for."""
+
+    __slots__ = ("born",)
+
+    def __init__(self, born: Callable[[type], object] = id) -> None:
+        self.born = born
+
+    def __reduce__(self) -> tuple[type[_Heard], tuple[()]]:
+        return _Heard, ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,7 +559,7 @@ _ABSENT = object()
 """There was nothing: it is deleted in the end."""
 
 
-def _function_in(entry: Any) -> Any:
+def function_in(entry: Any) -> Any:
     """The function of a static or class method, else the entry itself."""
     return entry.__func__ if issubclass(type(entry), (staticmethod, classmethod)) else entry
 

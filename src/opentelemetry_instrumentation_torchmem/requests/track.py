@@ -19,7 +19,7 @@ from opentelemetry.util.types import AttributeValue
 
 from . import wrapping
 from .probe import Probe, Requests, Target
-from .targets import SPANS
+from .targets import SPANS, function_in
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -52,13 +52,12 @@ class _Measured:
     """A target for whoever measures at the time of the call: what ``wrap`` needs of ``Requests``."""
 
     def __init__(self, target: Target, span: str | None) -> None:
-        self._targets = {mode: replace(target, span=span or mode) for mode in SPANS}
-        """By the default mode."""
-        self.target = self._targets["new"]
+        self.target = target if span is None else replace(target, span=span)
+        self._follows_the_default = span is None
 
     def begin(
         self,
-        target: Target,  # noqa: ARG002 - the same one, before the default mode was known
+        target: Target,
         name: wrapping.SpanName,
         arguments: Sequence[Any] = (),
         keywords: Mapping[str, Any] | None = None,
@@ -67,11 +66,18 @@ class _Measured:
         requests = _Active.requests
         if requests is None:
             return None
-        return requests.begin(self._targets[_Active.default_span], name, arguments, keywords or {})
+        if self._follows_the_default and target.span != _Active.default_span:
+            target = _with_span(target, _Active.default_span)
+        return requests.begin(target, name, arguments, keywords or {})
 
     def wrap(self, function: Callable[..., Any], name: wrapping.SpanName | None = None) -> Callable[..., Any]:
         """The function, measured."""
         return wrapping.wrap(function, self.target, cast("Requests", self), name)
+
+
+@functools.lru_cache(maxsize=256)
+def _with_span(target: Target, span: str) -> Target:
+    return replace(target, span=span)
 
 
 _named: WeakSet[_Measured] = WeakSet()
@@ -116,9 +122,6 @@ def track(
     return Tracked(None, span, nested, iterator)(name)
 
 
-_METHODS: tuple[Any, ...] = (staticmethod, classmethod)
-
-
 class Tracked:
     """What ``track("name")`` gives: ``with`` it or decorate with it."""
 
@@ -136,9 +139,10 @@ class Tracked:
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a function, or a static or class method."""
         given: Any = function
-        kind: Any = type(given)
-        if kind in _METHODS:
-            return kind(self(given.__func__))
+        kind: Any = given.__class__
+        inner = function_in(given)
+        if inner is not given:
+            return kind(self(inner))
         if not isinstance(given, FunctionType):
             raise TypeError(f"track decorates functions, and {given!r} is a {kind.__qualname__}")
         label = f"{given.__module__}.{given.__qualname__}"
@@ -188,6 +192,8 @@ def instrument_model(
     The model itself is not touched, so it can be pickled, copied, compiled, exported and scripted as before;
     a copy is not measured. ``name`` becomes ``torch.operation``, ``forward`` where left out.
 
+    Inside another measured call, as a ``generate`` is, it counts with that one unless ``nested`` is true.
+
     A compiled model is measured outside the compiled region: give the one that ``torch.compile`` returned, or
     the one whose ``compile()`` was called. Inside a region that was compiled as a whole nothing is measured.
 
@@ -219,12 +225,16 @@ def uninstrument_model(model: object) -> None:
 class _ModelCalls:
     """The measured models of one class, whose ``__call__`` looks for them: an instance's is never called."""
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: type, own: Any = None) -> None:
         self._cls = cls
         self._measured: dict[int, tuple[ref[object], Callable[..., Any]]] = {}
-        self._own: Any = _ABSENT
-        """What the class itself has without us."""
+        self._own = own
+        """What the class itself has without us, if anything."""
         self._made: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a class of the script is pickled by value for other processes, with our `__call__` on it
+        return _ModelCalls, (self._cls, self._own)
 
     def add(self, model: object, measured: _Measured, name: str) -> Callable[[], None]:
         """Measure a model of the class; returns what ends that."""
@@ -239,13 +249,10 @@ class _ModelCalls:
                 self.discard(key)
 
         known = ref(model, collected)
-        self._measured[key] = known, measured.wrap(self._call, name)
+        self._measured[key] = known, measured.wrap(self.pass_on, name)
         if _Active.requests is not None:
             self.install()
         return stop
-
-    def _of(self, key: int) -> ref[object] | None:
-        return self._measured[key][0] if key in self._measured else None
 
     def discard(self, key: int) -> None:
         """Measure a model no more."""
@@ -258,17 +265,15 @@ class _ModelCalls:
         """Put our ``__call__`` on the class."""
         if self._made is not None:
             return
-        measured, call = self._measured, self._call
+        calls = self
 
-        def call_measured(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if not wrapping.is_compiling():
-                found = measured.get(id(model))
-                if found is not None:
-                    return found[1](model, *args, **kwargs)
-            return call(model, *args, **kwargs)
+        def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if wrapping.is_compiling():
+                return calls.pass_on(model, *args, **kwargs)
+            return calls.wrapped(model)(model, *args, **kwargs)
 
-        self._own = vars(self._cls).get("__call__", _ABSENT)
-        self._made = functools.update_wrapper(call_measured, self._cls.__call__)
+        self._own = vars(self._cls).get("__call__")
+        self._made = functools.update_wrapper(call, self._cls.__call__)
         cast("Any", self._cls).__call__ = self._made
 
     def remove(self) -> None:
@@ -276,19 +281,26 @@ class _ModelCalls:
         if self._made is None or vars(self._cls).get("__call__") is not self._made:
             return
         self._made = None
-        if self._own is _ABSENT:
+        if self._own is None:
             del self._cls.__call__
         else:
             self._cls.__call__ = self._own
 
-    def _call(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self, model: Any) -> Callable[..., Any]:
+        """What measures a call of the model, or what only passes it on."""
+        found = self._measured.get(id(model))
+        return self.pass_on if found is None else found[1]
+
+    def pass_on(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
         """What the class does without us."""
-        if self._own is _ABSENT:
+        if self._own is None:
             return cast("Any", super(self._cls, model)).__call__(*args, **kwargs)
         return self._own.__get__(model, type(model))(*args, **kwargs)
 
+    def _of(self, key: int) -> ref[object] | None:
+        return self._measured[key][0] if key in self._measured else None
 
-_ABSENT = object()
+
 _models: dict[type, _ModelCalls] = {}
 
 
