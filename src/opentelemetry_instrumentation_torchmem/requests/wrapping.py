@@ -98,26 +98,31 @@ def is_compiling() -> bool:
     return False
 
 
+_before_torch = is_compiling
+
+
 def torch_imported(torch: Any) -> None:
     """From now on pass through what torch compiles, exports or traces. Owner of the switch: the instrumentor.
 
     The compiler knows ``torch.compiler.is_compiling`` by identity and folds it to a constant, so that a
-    wrapper leaves nothing in the graph; wrappers find it here, late, as torch may come after them.
+    wrapper leaves nothing in the graph. Once set it stays: the compiled code of others depends on it.
     """
     compiling = getattr(torch.compiler, "is_compiling", None)
-    if compiling is None:  # before 2.3 it is the compiler's own, which most processes never import
+    if compiling is not None:
+        _pass_through_when(compiling, torch.jit.is_tracing)
+    else:  # before 2.3 it is in the compiler itself, which most processes never import
         wrapt.register_post_import_hook(
             lambda dynamo: _pass_through_when(dynamo.is_compiling, torch.jit.is_tracing), "torch._dynamo"
         )
-    else:
-        _pass_through_when(compiling, torch.jit.is_tracing)
 
 
 def _pass_through_when(compiling: Callable[[], bool], tracing: Callable[[], bool]) -> None:
-    def is_compiling() -> bool:
+    def compiling_or_tracing() -> bool:
         return compiling() or tracing()
 
-    globals()["is_compiling"] = is_compiling
+    global is_compiling
+    if is_compiling is _before_torch:
+        is_compiling = compiling_or_tracing
 
 
 _here = sys.modules[__name__]
@@ -184,16 +189,15 @@ def _wrap(
 def _at_home(wrapper: Any, function: Function) -> Any:
     """The wrapper with the user's module for its globals: TorchScript, ``torch.fx`` and readers of string
     annotations look up there what the user's function names."""
-    home = getattr(inspect.unwrap(function), "__globals__", None)
-    if not isinstance(home, dict):
-        return wrapper
-    return FunctionType(
-        wrapper.__code__,
-        cast("dict[str, Any]", home),
-        wrapper.__name__,
-        wrapper.__defaults__,
-        wrapper.__closure__,
-    )
+    return _of_its_own(wrapper, function, getattr(inspect.unwrap(function), "__globals__", globals()))
+
+
+def _of_its_own(made: Any, function: Function, names: dict[str, Any]) -> Any:
+    """A function with a code object that no other has, by identity and by name: the compiler keeps by the
+    one what it has compiled, up to a limit, and by the other the shapes that it has seen."""
+    name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    code = made.__code__.replace(co_name=name)
+    return FunctionType(code, names, made.__name__, made.__defaults__, made.__closure__)
 
 
 def _plain(function: Function, asking: _Asking, target: Target, name: SpanName) -> Function:
@@ -521,7 +525,7 @@ def _next_in_line(owner: type, attribute: str, function: Function) -> Function:
             return function(*args, **kwargs)
         return getattr(cast("Any", super(owner, args[0])), attribute)(*args[1:], **kwargs)
 
-    return call
+    return _of_its_own(call, function, globals())
 
 
 def _is_of(first: object, owner: type) -> bool:
@@ -534,7 +538,7 @@ def _bound_by(entry: Any) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         return entry.__get__(args[0], type(args[0]))(*args[1:], **kwargs)
 
-    return call
+    return _of_its_own(call, entry, globals())
 
 
 # names of spans
