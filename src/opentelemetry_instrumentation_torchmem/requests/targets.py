@@ -11,8 +11,9 @@ A target is written
 - ``module:function``: replaced in its module. It is measured where it is looked up there: by
   ``module.function()``, by the module's own code and by a ``from module import function`` that runs after the
   module's import. A copy taken before (in a registry, as a default argument, in a closure) cannot be reached.
-- ``__main__:Class.method``: in the script itself. Its functions cannot be reached, as they come into being
-  while the script already runs: decorate them with ``@track``.
+- ``__main__:Class.method``, or a pattern: in the script itself, also in the processes that multiprocessing
+  spawns of it. Its functions cannot be reached, as they come into being while the script already runs:
+  decorate them with ``@track``.
 
 Nothing is imported for a target: it waits for the user's own import, and takes what is imported already. A
 target that is not there is logged once, by name, and counted.
@@ -301,25 +302,26 @@ class Targets:
     def _await(self, name: str) -> None:
         module = sys.modules.get(name)
         if module is not None and (name == "__main__" or _is_being_imported(module)):
-            self._take(module, runs=True)
+            self._take(name, module, runs=True)
             return
 
         def imported(module: ModuleType) -> None:
             if not self._undone:  # a hook cannot be taken back
                 # a lazy package puts another object in its own place
-                self._take(sys.modules.get(name, module), runs=False, name=name)
+                self._take(name, sys.modules.get(name, module), runs=False)
 
         wrapt.register_post_import_hook(imported, name)
 
-    def _take(self, module: ModuleType, *, runs: bool, name: str | None = None) -> None:
+    def _take(self, name: str, module: ModuleType, *, runs: bool) -> None:
         """Wrap what is wanted of a module. Never raises: it would fail the user's import."""
-        for wanted in self._waiting.pop(name or module.__name__, ()):
+        for wanted in self._waiting.pop(name, ()):
             try:
                 problem = self._found(module, wanted, runs)
             except Exception as error:
-                problem = f"it cannot be wrapped: {error!r}"
-            if problem is not None and wanted.named is not None:
-                self._refuse(wanted.named, problem)
+                self._refuse(wanted.named or str(wanted.target.function), f"it cannot be wrapped: {error!r}")
+            else:
+                if problem is not None and wanted.named is not None:
+                    self._refuse(wanted.named, problem)
 
     def _found(self, module: ModuleType, wanted: _Wanted, runs: bool) -> str | None:
         if wanted.pattern:
