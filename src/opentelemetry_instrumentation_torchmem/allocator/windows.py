@@ -156,6 +156,11 @@ class OpenWindows:
         self._sequences: list[int] = []
         self._counts: list[int] = []
 
+    @property
+    def any_open(self) -> bool:
+        """Whether any is open, the nested ones too."""
+        return self._open > 0
+
     def open(self, key: Hashable = None, nested: bool = False) -> Window:
         """A window from now on; the key is the caller's own, to count by."""
         with self._lock:

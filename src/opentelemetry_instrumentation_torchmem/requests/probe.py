@@ -7,6 +7,7 @@ reaches the caller: each entry guards itself once, as a whole.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ class Requests:
         self._request_hook = request_hook
         self._response_hook = response_hook
         self._closed = False
-        self._abandoned: SimpleQueue[Probe] = SimpleQueue()
+        self._abandoned: SimpleQueue[Probe | None] = SimpleQueue()
+        self._recording = threading.RLock()  # reentrant: a signal handler may end a request within one
         self._series: dict[tuple[str, str | None], _Series] = {}
         self._enriched: WeakKeyDictionary[Span, _Story] = WeakKeyDictionary()
 
@@ -203,11 +205,15 @@ class Requests:
     def before_collection(self) -> None:
         """What each collection needs of us: ended streams ended, and counters that start at 0."""
         self.drain()
-        retries = self._retries if self._metered or self._awake()[1] else None
+        if not (self._metered or self._awake()[1]):
+            return
         for series in tuple(self._series.values()):
-            if retries is not None and not series.zeroed:
-                series.zeroed = True
-                retries.add(0, series.labels)  # a first retry must be an increase
+            if series.zeroed:
+                continue
+            with self._recording:
+                if not self._closed:
+                    series.zeroed = True
+                    self._retries.add(0, series.labels)  # a first retry must be an increase
 
     def drain(self) -> None:
         """Finish what was abandoned in a finalizer, where nothing may be recorded or locked."""
@@ -216,16 +222,32 @@ class Requests:
                 probe = self._abandoned.get_nowait()
             except Empty:
                 return
-            self.finish(probe, None, None)
+            if probe is not None:
+                self.finish(probe, None, None)
 
     def abandoned(self, probe: Probe) -> None:
         """Take a probe from a finalizer: takes no lock that this thread may hold already."""
         self._abandoned.put(probe)
 
     def close(self) -> None:
-        """Measure nothing that begins from now on; what is in flight ends as it would have."""
-        self._closed = True
+        """Measure nothing that begins from now on; the spans of what is in flight end as they would have."""
+        with self._recording:  # what is being recorded now comes before the end, the rest not at all
+            self._closed = True
         self.drain()
+        if self.windows.any_open:
+            try:
+                threading.Thread(
+                    target=self._wait_for_the_last, name="torchmem-in-flight", daemon=True
+                ).start()
+            except RuntimeError as error:  # the interpreter ends
+                self.telemetry.say_once("in flight", "torchmem: streams in flight may not end: %r", error)
+
+    def _wait_for_the_last(self) -> None:
+        """Finish the streams that are given up from now on: no call and no collection comes to do it."""
+        while self.windows.any_open:
+            probe = self._abandoned.get()
+            if probe is not None:
+                self.finish(probe, None, None)
 
     def finish(self, probe: Probe, error: BaseException | None, result: object) -> None:
         """The end of a call, once: its span told and ended, its metrics recorded. Never raises."""
@@ -238,6 +260,8 @@ class Requests:
                     probe.span.end(probe.ended_at)
         except Exception as fault:  # a span processor of the user's may raise too
             self.fault(probe.target, fault)
+        if self._closed:
+            self._abandoned.put(None)  # wakes who waits for the last one
 
     def _tell(self, probe: Probe, window: Window, error: BaseException | None, result: object) -> None:
         target, span = probe.target, probe.span
@@ -259,8 +283,10 @@ class Requests:
             if isinstance(error, Exception) and target.span == "new":
                 span.record_exception(error)
                 span.set_status(Status(StatusCode.ERROR, f"{failure}: {error}"))
-        if self._metered and not self._closed:
-            self._record(probe, whole, concurrent == 1 if changes else None, failure)
+        if self._metered:
+            with self._recording:
+                if not self._closed:
+                    self._record(probe, whole, concurrent == 1 if changes else None, failure)
 
     def _told_before(self, span: Span, story: _Story) -> _Story:
         """This call's story added to what earlier calls under the same span told."""
