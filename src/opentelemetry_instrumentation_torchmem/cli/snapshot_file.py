@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A snapshot file, read and checked: what is wrong in it is said once, and what is left can be relied on.
+
+Knows what `torch.cuda.memory._dump_snapshot` writes, and a bare list of segments; needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from .snapshot_pickle import PlainDataError, load, printable
+
+ALLOCATED, PENDING, FREE = "allocated", "pending_free", "free"
+MAX_FILE = 256 << 20
+MAX_BLOCKS = 1_000_000
+"""Segments and blocks together."""
+MEMORY_FACTOR = 8
+"""What a file builds may take so many times ``max_file`` in memory."""
+
+_STATES = {
+    "active_allocated": ALLOCATED,
+    "active_pending_free": PENDING,
+    "active_awaiting_free": PENDING,  # the name in torch's documentation
+    "inactive": FREE,
+}
+_KINDS = ("small", "large")
+_MAX_DEVICE = 1023
+_MAX_ADDRESS = (1 << 64) - 1
+_MAX_SETTINGS = 64
+
+
+class SnapshotError(ValueError):
+    """The file is no snapshot that can be shown. The message says what is wrong with it, and where."""
+
+
+class Block(NamedTuple):
+    """A piece of a segment: allocated, freed with a stream still to pass it (pending), or free."""
+
+    address: int
+    size: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory held from the driver, wholly filled by its blocks in the order of their addresses."""
+
+    device: int
+    address: int
+    size: int
+    stream: int
+    kind: str
+    """``small`` or ``large``: which requests it serves."""
+    pool: tuple[int, int]
+    """(0, 0) is the default pool; others are those of CUDA graphs and MemPools."""
+    expandable: bool
+    blocks: list[Block]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A file's segments by device and address, and what it says of the allocator's settings."""
+
+    segments: list[Segment]
+    raw: list[Mapping[str, object]]
+    """The same segments, in the same order, as the allocator told them."""
+    settings: dict[str, str]
+    """Fit to print. Empty where the file tells none."""
+    file_size: int
+
+
+def read(file: Path, max_file: int = MAX_FILE) -> Snapshot:
+    """Reads and checks a snapshot file.
+
+    Args:
+        file: a regular file.
+        max_file: bytes; a larger file is refused before it is read.
+
+    Raises:
+        SnapshotError: anything that keeps it from being shown.
+    """
+    try:
+        data = _content(file, max_file)
+    except OSError as error:
+        raise SnapshotError(error.strerror or str(error)) from None
+    if not data:
+        raise SnapshotError("the file is empty")
+    try:
+        whole = load(data, MEMORY_FACTOR * max_file)
+    except PlainDataError as error:
+        raise SnapshotError(str(error)) from None
+    return _snapshot(whole, len(data))
+
+
+def _content(file: Path, max_file: int) -> bytes:
+    # Non-blocking: opening a pipe must not wait for someone to write.
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise SnapshotError("it is not a regular file")
+        data = b"" if status.st_size > max_file else opened.read(max_file + 1)
+        if status.st_size > max_file or len(data) > max_file:
+            size = max(status.st_size, len(data))
+            raise SnapshotError(
+                f"the file has {_mib(size)} MiB; at most {_mib(max_file)} MiB are read (--max-size)"
+            )
+        return data
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f}".removesuffix(".0")
+
+
+def _snapshot(whole: object, file_size: int) -> Snapshot:
+    settings: object = None
+    if isinstance(whole, dict):
+        told = cast("dict[str, object]", whole)
+        if "segments" not in told:
+            keys = ", ".join(printable(key, 30) for key in list(told)[:5]) or "nothing"
+            raise SnapshotError(f"no snapshot: a dict with {keys}, where 'segments' is expected")
+        whole, settings = told["segments"], told.get("allocator_settings")
+    if not isinstance(whole, list):
+        raise SnapshotError(f"no snapshot: {_kind_of(whole)}, where a list of segments is expected")
+    room = MAX_BLOCKS
+    pairs: list[tuple[Segment, Mapping[str, object]]] = []
+    for number, raw in enumerate(cast("list[object]", whole)):
+        if not isinstance(raw, dict):
+            raise SnapshotError(f"segment {number} is {_kind_of(raw)}; it must be a dict")
+        segment = _Fields(cast("dict[str, object]", raw), f"segment {number}").segment(room)
+        room -= 1 + len(segment.blocks)
+        pairs.append((segment, cast("dict[str, object]", raw)))
+    pairs.sort(key=lambda pair: (pair[0].device, pair[0].address))
+    for (one, _), (other, _) in pairwise(pairs):
+        if one.device == other.device and one.address + one.size > other.address:
+            raise SnapshotError(f"two segments of device {one.device} overlap at {other.address:#x}")
+    return Snapshot(
+        [segment for segment, _ in pairs], [raw for _, raw in pairs], _settings(settings), file_size
+    )
+
+
+class _Fields:
+    """One dict of the file, its fields checked as they are asked for."""
+
+    def __init__(self, fields: Mapping[str, object], where: str) -> None:
+        self._fields = fields
+        self._where = where
+
+    def segment(self, room: int) -> Segment:
+        address = self._whole("address", 0, _MAX_ADDRESS)
+        size = self._whole("total_size", 1, _MAX_ADDRESS - address)
+        raw = self._fields.get("blocks")
+        if not isinstance(raw, list):
+            raise self._wrong("blocks", "a list of blocks")
+        blocks = cast("list[object]", raw)
+        if len(blocks) >= room:
+            raise SnapshotError(f"more than {MAX_BLOCKS:,} segments and blocks; that many are read")
+        kind = self._one_of("segment_type", _KINDS)
+        expandable = self._fields.get("is_expandable", False)
+        if not isinstance(expandable, bool):
+            raise self._wrong("is_expandable", "True or False")
+        return Segment(
+            device=self._whole("device", 0, _MAX_DEVICE),
+            address=address,
+            size=size,
+            stream=self._whole("stream", -(1 << 63), _MAX_ADDRESS),
+            kind=kind,
+            pool=self._pool(),
+            expandable=expandable,
+            blocks=self._blocks(blocks, address, size),
+        )
+
+    def _blocks(self, raw: list[object], address: int, size: int) -> list[Block]:
+        blocks: list[Block] = []
+        at, end = address, address + size
+        for number, fields in enumerate(raw):
+            if not isinstance(fields, dict):
+                raise SnapshotError(f"{self._where}, block {number} is {_kind_of(fields)}; it must be a dict")
+            told = cast("dict[str, object]", fields)
+            length, state = told.get("size"), told.get("state")
+            # The common case without a call: there may be a million.
+            if type(length) is not int or not 0 < length <= end - at or told.get("address", at) != at:
+                self._misplaced(told, f"{self._where}, block {number}", at, end)
+            elif isinstance(state, str) and state in _STATES:
+                blocks.append(Block(at, length, _STATES[state]))
+                at += length
+            else:
+                _Fields(told, f"{self._where}, block {number}").state()
+        if at != end:
+            raise SnapshotError(f"{self._where}: its blocks leave out {end - at:,} of its {size:,} bytes")
+        return blocks
+
+    def _misplaced(self, told: Mapping[str, object], where: str, at: int, end: int) -> None:
+        fields = _Fields(told, where)
+        fields._whole("size", 1, end - at)
+        if "address" in told:
+            fields._whole("address", at, at)
+
+    def state(self) -> str:
+        return self._one_of("state", tuple(_STATES))
+
+    def _pool(self) -> tuple[int, int]:
+        told = self._fields.get("segment_pool_id", (0, 0))
+        if isinstance(told, (tuple, list)):
+            pair = cast("tuple[object, ...] | list[object]", told)
+            if len(pair) == 2:
+                first, second = pair
+                if type(first) is int and type(second) is int:
+                    return first, second
+        raise self._wrong("segment_pool_id", "two whole numbers")
+
+    def _whole(self, name: str, least: int, most: int) -> int:
+        value = self._fields.get(name)
+        if type(value) is not int or not least <= value <= most:
+            allowed = f"{least:#x}" if least == most else f"a whole number from {least:#x} to {most:#x}"
+            raise self._wrong(name, allowed)
+        return value
+
+    def _one_of(self, name: str, allowed: tuple[str, ...]) -> str:
+        value = self._fields.get(name)
+        if not isinstance(value, str) or value not in allowed:
+            raise self._wrong(name, " or ".join(allowed))
+        return value
+
+    def _wrong(self, name: str, allowed: str) -> SnapshotError:
+        if name not in self._fields:
+            return SnapshotError(f"{self._where} has no {name}")
+        return SnapshotError(f"{self._where}: {name} is {_shown(self._fields[name])}; it must be {allowed}")
+
+
+def _settings(told: object) -> dict[str, str]:
+    """The scalars among the settings; roundup divisions are a dict of sizes, told where one is set."""
+    if not isinstance(told, dict):
+        return {}
+    settings: dict[str, str] = {}
+    for name, value in list(cast("dict[str, object]", told).items())[:_MAX_SETTINGS]:
+        if isinstance(value, dict):
+            inner = cast("dict[str, object]", value)
+            parts = [f"{size}:{n}" for size, n in list(inner.items())[:_MAX_SETTINGS] if n and type(n) is int]
+            if parts:
+                settings[printable(name, 50)] = printable(",".join(parts), 200)
+        elif isinstance(value, (str, bool, int, float)):
+            settings[printable(name, 50)] = printable(str(value), 200)
+    return settings
+
+
+def _shown(value: object) -> str:
+    """A value in a message: never walked into, it may hold itself."""
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, (int, float)):
+        return f"{value:#x}" if isinstance(value, int) and abs(value) > 1 << 20 else str(value)
+    if isinstance(value, str):
+        return f"'{printable(value, 40)}'"
+    return _kind_of(value)
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, (dict, list, tuple)):
+        count = len(cast("list[object]", value))
+        return f"a {type(cast('object', value)).__name__} of {count:,}"
+    return _shown(value)

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain data out of a pickle that nobody has to trust.
+
+A snapshot's pickle holds dicts, lists, tuples, strings, numbers, booleans and None, and nothing else. So the
+few operations that build these are read here and every other one is refused by its name: there is no class
+to look up, no function to call, and no size that is believed before the bytes are there. (The C unpickler
+takes 2 GiB for nine bytes with a huge memo index; `find_class` alone does not help against that.)
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import struct
+from collections.abc import Callable
+
+NEWEST_PROTOCOL = 5
+MAX_STACK = 1_000_000
+"""Values that may wait to be put into a container: picklers put in a thousand at a time."""
+
+_CHECK_EVERY = 65_536
+# What CPython takes for each, roughly and rather more than less.
+_LIST_COST, _DICT_COST, _ITEM_COST, _ENTRY_COST, _MARK_COST, _TEXT_COST = 64, 64, 8, 48, 64, 56
+_MEMO_COST = 64
+_LONG = 32  # a signed 64-bit integer takes 9 bytes; one of more than 32 is no address and no size
+
+
+class PlainDataError(ValueError):
+    """The pickle holds something else than plain data, is broken or too much; the message says what."""
+
+
+def load(data: bytes, max_memory: int) -> object:
+    """What the pickle holds. The same container may be in it many times, and in itself: never walk it freely.
+
+    Args:
+        data: the whole pickle, protocol 2 or later.
+        max_memory: bytes that what is built may take, by a rough count.
+
+    Raises:
+        PlainDataError: anything but plain data in it, or more of that than ``max_memory``.
+    """
+    return _Machine(data, max_memory).run()
+
+
+class _Machine:
+    """The pickle machine, with the operations of plain data only."""
+
+    __slots__ = ("_at", "_data", "_memo", "_outer", "_room", "_room_at_first", "_stack")
+
+    def __init__(self, data: bytes, max_memory: int) -> None:
+        self._data = data
+        self._at = 0
+        self._stack: list[object] = []
+        self._outer: list[list[object]] = []  # the stacks below the marks
+        self._memo: dict[int, object] = {}
+        self._room = self._room_at_first = max_memory
+
+    def run(self) -> object:
+        data, handlers = self._data, _HANDLERS
+        if data[:1] != pickle.PROTO:
+            raise PlainDataError("it is not a pickle of protocol 2 or later")
+        began = 0
+        try:
+            while True:
+                for _ in range(_CHECK_EVERY):
+                    began = self._at
+                    code = data[began]
+                    self._at = began + 1
+                    if code == _STOP:
+                        return self._end()
+                    handlers[code](self)
+                if len(self._stack) > MAX_STACK:
+                    raise PlainDataError(f"more than {MAX_STACK:,} values wait to be put into a list or dict")
+        except KeyError:  # of the memo and the handlers; no other look-up by key is made
+            raise self._refusal(began) from None
+        except (IndexError, struct.error):
+            if self._at >= len(data):
+                raise PlainDataError(f"it is cut off: the file ends at byte {len(data):,}") from None
+            raise PlainDataError(f"it is broken at byte {began:,}") from None
+        except UnicodeDecodeError:
+            raise PlainDataError(f"it is broken at byte {began:,}: a string that is not UTF-8") from None
+
+    def _end(self) -> object:
+        if len(self._stack) != 1 or self._outer:
+            raise PlainDataError("it is broken: it ends in the middle of a list or dict")
+        if self._at != len(self._data):
+            raise PlainDataError(f"{len(self._data) - self._at:,} bytes follow the end of the pickle")
+        return self._stack[0]
+
+    def _refusal(self, at: int) -> PlainDataError:
+        code = self._data[at]
+        if code in _HANDLERS:
+            return PlainDataError(f"it is broken at byte {at:,}: it refers to a value that is not there")
+        name = _NAMES.get(code)
+        if name is None:
+            return PlainDataError(f"it is broken at byte {at:,}: {code:#04x} is no pickle operation")
+        what = name
+        if code == pickle.GLOBAL[0] or code == pickle.INST[0]:
+            words = self._data[at + 1 : at + 400].split(b"\n", 2)
+            if len(words) == 3:
+                what += " " + printable(".".join(word.decode("utf-8", "replace") for word in words[:2]))
+        elif code == pickle.STACK_GLOBAL[0] and len(self._stack) >= 2:
+            words = self._stack[-2:]
+            what += " " + printable(".".join(word for word in words if isinstance(word, str)))
+        return PlainDataError(
+            f"refused at byte {at:,}: {what}; a snapshot holds dicts, lists, tuples, strings and numbers only"
+        )
+
+    def _take(self, cost: int) -> None:
+        self._room -= cost
+        if self._room < 0:
+            raise PlainDataError(f"what it holds takes more than {self._room_at_first >> 20:,} MiB of memory")
+
+    def _bytes(self, count: int) -> bytes:
+        begin = self._at
+        end = begin + count
+        if end > len(self._data):
+            self._at = len(self._data)
+            raise IndexError
+        self._at = end
+        return self._data[begin:end]
+
+    def _number(self, count: int) -> int:
+        return int.from_bytes(self._bytes(count), "little")
+
+    # Framing
+
+    def proto(self) -> None:
+        version = self._number(1)
+        if not 2 <= version <= NEWEST_PROTOCOL:
+            raise PlainDataError(f"pickle protocol {version}; 2 to {NEWEST_PROTOCOL} are read")
+
+    def frame(self) -> None:
+        self._bytes(8)  # how much to read at once, for readers of streams
+
+    # Scalars
+
+    def none(self) -> None:
+        self._stack.append(None)
+
+    def true(self) -> None:
+        self._stack.append(True)
+
+    def false(self) -> None:
+        self._stack.append(False)
+
+    def int1(self) -> None:
+        self._stack.append(self._data[self._at])
+        self._at += 1
+
+    def int2(self) -> None:
+        self._stack.append(self._number(2))
+
+    def int4(self) -> None:
+        self._stack.append(int.from_bytes(self._bytes(4), "little", signed=True))
+
+    def long1(self) -> None:
+        count = self._number(1)
+        if count > _LONG:
+            raise PlainDataError(f"an integer of {count} bytes at byte {self._at:,}")
+        self._stack.append(int.from_bytes(self._bytes(count), "little", signed=True))
+
+    def float8(self) -> None:
+        self._stack.append(struct.unpack(">d", self._bytes(8))[0])
+
+    def text1(self) -> None:
+        self._text(self._number(1))
+
+    def text4(self) -> None:
+        self._text(self._number(4))
+
+    def text8(self) -> None:
+        self._text(self._number(8))
+
+    def _text(self, count: int) -> None:
+        raw = self._bytes(count)
+        self._take(_TEXT_COST + (count if raw.isascii() else 4 * count))
+        self._stack.append(raw.decode("utf-8", "surrogatepass"))
+
+    # Containers
+
+    def mark(self) -> None:
+        self._take(_MARK_COST)
+        self._outer.append(self._stack)
+        self._stack = []
+
+    def _marked(self) -> list[object]:
+        items = self._stack
+        self._stack = self._outer.pop()
+        self._room += _MARK_COST
+        return items
+
+    def empty_list(self) -> None:
+        self._take(_LIST_COST)
+        self._stack.append([])
+
+    def empty_dict(self) -> None:
+        self._take(_DICT_COST)
+        self._stack.append({})
+
+    def empty_tuple(self) -> None:
+        self._stack.append(())
+
+    def append(self) -> None:
+        self._extend([self._stack.pop()])
+
+    def appends(self) -> None:
+        self._extend(self._marked())
+
+    def _extend(self, items: list[object]) -> None:
+        whole = self._stack[-1]
+        if type(whole) is not list:
+            raise IndexError
+        self._take(_ITEM_COST * len(items))
+        whole.extend(items)  # pyright: ignore[reportUnknownMemberType]
+
+    def set_item(self) -> None:
+        value = self._stack.pop()
+        self._update([self._stack.pop(), value])
+
+    def set_items(self) -> None:
+        self._update(self._marked())
+
+    def _update(self, items: list[object]) -> None:
+        whole = self._stack[-1]
+        if type(whole) is not dict or len(items) % 2:
+            raise IndexError
+        self._take(_ENTRY_COST * len(items) // 2)
+        keys = items[::2]
+        for key in keys:
+            # Numbers can be chosen to collide, and nested tuples to overflow C's stack.
+            if type(key) is not str:
+                raise PlainDataError(
+                    f"a dict at byte {self._at:,} has a key of type {type(key).__name__}, not str"
+                )
+        whole.update(zip(keys, items[1::2], strict=True))  # pyright: ignore[reportUnknownMemberType]
+
+    def list_of(self) -> None:
+        items = self._marked()
+        self._take(_LIST_COST + _ITEM_COST * len(items))
+        self._stack.append(items)
+
+    def dict_of(self) -> None:
+        items = self._marked()
+        self.empty_dict()
+        self._update(items)
+
+    def tuple_of(self) -> None:
+        items = self._marked()
+        self._take(_LIST_COST + _ITEM_COST * len(items))
+        self._stack.append(tuple(items))
+
+    def tuple1(self) -> None:
+        self._small_tuple(1)
+
+    def tuple2(self) -> None:
+        self._small_tuple(2)
+
+    def tuple3(self) -> None:
+        self._small_tuple(3)
+
+    def _small_tuple(self, count: int) -> None:
+        if len(self._stack) < count:
+            raise IndexError
+        self._take(_LIST_COST + _ITEM_COST * count)
+        self._stack[-count:] = [tuple(self._stack[-count:])]
+
+    # The memo: a dict, so that an index costs nothing by its size
+
+    def memoize(self) -> None:
+        self._remember(len(self._memo))
+
+    def put1(self) -> None:
+        self._remember(self._number(1))
+
+    def put4(self) -> None:
+        self._remember(self._number(4))
+
+    def _remember(self, index: int) -> None:
+        self._take(_MEMO_COST)
+        self._memo[index] = self._stack[-1]
+
+    def get1(self) -> None:
+        self._stack.append(self._memo[self._data[self._at]])
+        self._at += 1
+
+    def get4(self) -> None:
+        self._stack.append(self._memo[self._number(4)])
+
+
+_STOP = pickle.STOP[0]
+_HANDLERS: dict[int, Callable[[_Machine], None]] = {
+    code[0]: handler
+    for code, handler in (
+        (pickle.PROTO, _Machine.proto),
+        (pickle.FRAME, _Machine.frame),
+        (pickle.NONE, _Machine.none),
+        (pickle.NEWTRUE, _Machine.true),
+        (pickle.NEWFALSE, _Machine.false),
+        (pickle.BININT1, _Machine.int1),
+        (pickle.BININT2, _Machine.int2),
+        (pickle.BININT, _Machine.int4),
+        (pickle.LONG1, _Machine.long1),
+        (pickle.BINFLOAT, _Machine.float8),
+        (pickle.SHORT_BINUNICODE, _Machine.text1),
+        (pickle.BINUNICODE, _Machine.text4),
+        (pickle.BINUNICODE8, _Machine.text8),
+        (pickle.MARK, _Machine.mark),
+        (pickle.EMPTY_LIST, _Machine.empty_list),
+        (pickle.EMPTY_DICT, _Machine.empty_dict),
+        (pickle.EMPTY_TUPLE, _Machine.empty_tuple),
+        (pickle.APPEND, _Machine.append),
+        (pickle.APPENDS, _Machine.appends),
+        (pickle.SETITEM, _Machine.set_item),
+        (pickle.SETITEMS, _Machine.set_items),
+        (pickle.LIST, _Machine.list_of),
+        (pickle.DICT, _Machine.dict_of),
+        (pickle.TUPLE, _Machine.tuple_of),
+        (pickle.TUPLE1, _Machine.tuple1),
+        (pickle.TUPLE2, _Machine.tuple2),
+        (pickle.TUPLE3, _Machine.tuple3),
+        (pickle.MEMOIZE, _Machine.memoize),
+        (pickle.BINPUT, _Machine.put1),
+        (pickle.LONG_BINPUT, _Machine.put4),
+        (pickle.BINGET, _Machine.get1),
+        (pickle.LONG_BINGET, _Machine.get4),
+    )
+}
+_NAMES = {ord(operation.code): operation.name for operation in pickletools.opcodes}
+
+
+def printable(text: str, longest: int = 80) -> str:
+    """Text from a file, fit for a terminal: nothing in it moves the cursor or the eye."""
+    shown = "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text[:longest]
+    )
+    return shown if len(text) <= longest else f"{shown}…"
