@@ -353,7 +353,7 @@ def test_an_engines_step_is_measured_in_packages_of_the_same_shape(tmp_path, mod
     ]
 
 
-# processes that know nothing of it
+# programs that know nothing of it
 
 
 def launch(tmp_path: Path, script: str, targets: str, **environment: str) -> tuple[list[dict[str, Any]], str]:
@@ -418,8 +418,7 @@ def test_a_class_of_the_script_itself_is_measured(tmp_path):
     spans, said = launch(
         tmp_path,
         """
-        import builtins
-        real = type(len)
+        import torch
         from dataclasses import dataclass
 
         class Engine:
@@ -451,6 +450,10 @@ def test_a_class_of_the_script_itself_is_measured(tmp_path):
     assert "target __main__:call is not measured: a function of the script comes too late" in said
     assert "target __main__:Gone.run is not measured: __main__ never had a class Gone" in said
     assert "it is the script itself: write __main__ for serve" in said
+
+
+def test_a_helper_process_without_torch_does_not_complain(tmp_path):
+    assert launch(tmp_path, "print()", "app.engine:Engine.generate") == ([], "")
 
 
 def test_the_builder_of_classes_is_put_back_once_the_last_class_is_there(tmp_path):

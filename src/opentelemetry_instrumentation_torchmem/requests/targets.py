@@ -29,6 +29,7 @@ import atexit
 import builtins
 import functools
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -315,13 +316,16 @@ class Targets:
     def _take(self, name: str, module: ModuleType, *, runs: bool) -> None:
         """Wrap what is wanted of a module. Never raises: it would fail the user's import."""
         for wanted in self._waiting.pop(name, ()):
-            try:
-                problem = self._found(module, wanted, runs)
-            except Exception as error:
-                self._refuse(wanted.named or str(wanted.target.function), f"it cannot be wrapped: {error!r}")
-            else:
-                if problem is not None and wanted.named is not None:
-                    self._refuse(wanted.named, problem)
+            self._look_for(module, wanted, runs)
+
+    def _look_for(self, module: ModuleType, wanted: _Wanted, runs: bool) -> None:
+        try:
+            problem = self._found(module, wanted, runs)
+        except Exception as error:
+            self._refuse(wanted.named or str(wanted.target.function), f"it cannot be wrapped: {error!r}")
+        else:
+            if problem is not None and wanted.named is not None:
+                self._refuse(wanted.named, problem)
 
     def _found(self, module: ModuleType, wanted: _Wanted, runs: bool) -> str | None:
         if wanted.pattern:
@@ -363,21 +367,25 @@ class Targets:
 
     def _tell_missing(self) -> None:
         """Name what was never found: at ``undo`` or when the interpreter ends."""
+        # helper processes (multiprocessing's resource tracker, say) have the same environment, and no torch
+        level = logging.WARNING if "torch" in sys.modules else logging.INFO
         for module, missing in self._waiting.items():
             for wanted in missing:
                 if wanted.named is not None:
-                    self._refuse(wanted.named, f"{module} was never imported{_hint(module)}")
+                    self._refuse(wanted.named, f"{module} was never imported{_hint(module)}", level)
         for wanted in (*(each for late in self._late.values() for each in late), *self._late_patterns):
             if wanted.named is not None and wanted not in self._matched:
-                self._refuse(wanted.named, f"{wanted.module} never had a class {wanted.owner}")
+                self._refuse(wanted.named, f"{wanted.module} never had a class {wanted.owner}", level)
         self._waiting.clear()
         self._late.clear()
         self._late_patterns.clear()
 
-    def _refuse(self, named: str, problem: str) -> None:
+    def _refuse(self, named: str, problem: str, level: int = logging.WARNING) -> None:
         telemetry = self._requests.telemetry
         telemetry.skip("target")
-        telemetry.say_once(f"target {named}", "torchmem: target %s is not measured: %s", named, problem)
+        telemetry.say_once(
+            f"target {named}", "torchmem: target %s is not measured: %s", named, problem, level=level
+        )
 
     # classes that are still to come
 
