@@ -79,7 +79,8 @@ class Sampler:
         if source is None or (self._pools.suspect and not self._is_sole_reader()):
             return []
         now = monotonic()
-        if now - self._looked_at > 1.0:  # not at each request: an unused device costs a call too
+        # not at each request: an unused device costs a call too
+        if now - self._looked_at > 1.0 or not self._request_devices:
             self._request_devices = source.used_devices()
             self._looked_at = now
         readings = [source.read(index) for index in self._request_devices]

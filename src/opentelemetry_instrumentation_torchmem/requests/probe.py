@@ -8,7 +8,8 @@ reaches the caller: each entry guards itself once, as a whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import Token
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -273,26 +274,39 @@ class Requests:
             names = [device.name for device in self.sampler.devices(later)]
             story = _Story(names, changes, whole, concurrent)
             if target.span == "enrich":
-                story = self._told_before(span, story)
-            attributes = story.attributes()
-            if failure is not None and target.span == "new":
-                attributes[signals.ERROR_TYPE.name] = failure
-            span.set_attributes(attributes)
+                self._enrich(span, story)
+            else:
+                attributes = story.attributes()
+                if failure is not None:
+                    attributes[signals.ERROR_TYPE.name] = failure
+                span.set_attributes(attributes)
             if self._response_hook is not None:
                 self._hook(self._response_hook, "response_hook", span, target.operation, result)
             if isinstance(error, Exception) and target.span == "new":
-                span.record_exception(error)
-                span.set_status(Status(StatusCode.ERROR, f"{failure}: {error}"))
+                self._tell_failure(target, span, error)
         if self._metered:
             with self._recording:
                 if not self._closed:
                     self._record(probe, whole, concurrent == 1 if changes else None, failure)
 
-    def _told_before(self, span: Span, story: _Story) -> _Story:
-        """This call's story added to what earlier calls under the same span told."""
-        known = self._enriched.get(span)
-        self._enriched[span] = story = story if known is None else known.then(story)
-        return story
+    def _enrich(self, span: Span, story: _Story) -> None:
+        """Tell this call's story, added to those of earlier calls under the same span."""
+        with self._recording:  # they may end at the same time
+            known = self._enriched.get(span)
+            self._enriched[span] = story = story if known is None else known.then(story)
+            attributes = story.attributes()
+            if known is not None:
+                _take_back(span, known.attributes().keys() - attributes.keys())
+            span.set_attributes(attributes)
+
+    def _tell_failure(self, target: Target, span: Span, error: Exception) -> None:
+        description = type(error).__qualname__
+        try:
+            span.record_exception(error)
+            description = f"{description}: {error}"
+        except Exception as fault:  # an exception of the user's that cannot be printed
+            self.fault(target, fault)
+        span.set_status(Status(StatusCode.ERROR, description))
 
     def _record(self, probe: Probe, whole: Change, exclusive: bool | None, failure: str | None) -> None:
         series, context = probe.series, probe.context
@@ -345,6 +359,17 @@ def _changes(
     later = {reading.device: reading for reading in after}
     pairs = [(reading, later[reading.device]) for reading in before if reading.device in later]
     return [change(*pair) for pair in pairs], [reading for _, reading in pairs]
+
+
+def _take_back(span: Any, keys: Iterable[str]) -> None:
+    """Take figures of earlier calls off a span, because a later call made them unknown.
+
+    The API has no way to do that. Where the span is not the SDK's as it is known, they stay.
+    """
+    attributes = getattr(span, "_attributes", None)
+    for key in keys:
+        with suppress(TypeError, KeyError):
+            del attributes[key]
 
 
 class _Series:
@@ -408,7 +433,10 @@ class Probe:
         self.window = self._requests.windows.open(self.series, nested)
         # the window, not the probe: a probe in its own context would only be seen dropped by the collector
         self.context = set_value(_WINDOW, self.window, self.context)
-        self.before = self._requests.sampler.request_readings()
+        try:
+            self.before = self._requests.sampler.request_readings()
+        except Exception as error:
+            self._requests.fault(self.target, error)
         self.began = perf_counter()
         self.enter()
 
