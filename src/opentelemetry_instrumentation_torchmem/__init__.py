@@ -15,7 +15,8 @@ Importing this package does not import torch.
 """
 
 from .instrumentor import TorchMemInstrumentor
+from .requests.targets import TargetSpec
 from .requests.track import instrument_model, track, uninstrument_model
 from .version import __version__
 
-__all__ = ["TorchMemInstrumentor", "__version__", "instrument_model", "track", "uninstrument_model"]
+__all__ = ["TargetSpec", "TorchMemInstrumentor", "__version__", "instrument_model", "track", "uninstrument_model"]

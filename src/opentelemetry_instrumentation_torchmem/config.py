@@ -162,7 +162,8 @@ class Config:
                 near = get_close_matches(variable, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 warn(
-                    f"torchmem: unknown variable {variable}={environ[variable]!r} is ignored (allowed are {', '.join(known)}){hint}"
+                    f"torchmem: unknown variable {variable}={environ[variable]!r} is ignored "
+                    f"(allowed are {', '.join(known)}){hint}"
                 )
         chosen: dict[str, Any] = {}
         for variable, name in known.items():

@@ -104,8 +104,8 @@ class _Wiring:
         )
         self._when_imported("torch.cuda.memory", self._pools.install)
         self._when_imported("torch", torch_imported)
-        track.activate(self._requests, config.span)
         self._targets.install()
+        track.activate(self._requests, config.span)
 
     def _when_imported(self, module: str, act: Callable[[ModuleType], None]) -> None:
         def imported(found: ModuleType) -> None:

@@ -68,7 +68,7 @@ def wrap_attribute(
     if isinstance(owner, type) and not isinstance(entry, staticmethod):
         if not own:
             call = _next_in_line(owner, attribute, function)
-        elif not isinstance(function, FunctionType) and hasattr(kind, "__get__"):
+        elif type(function) is not FunctionType and hasattr(kind, "__get__"):
             call = _bound_by(entry)
     wrapper, asking = _wrap(function, target, requests, None, call)
     made: Any = wrapper
