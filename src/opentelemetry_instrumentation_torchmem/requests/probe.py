@@ -366,7 +366,7 @@ def _take_back(span: Any, keys: Iterable[str]) -> None:
 
     The API has no way to do that. Where the span is not the SDK's as it is known, they stay.
     """
-    attributes = getattr(span, "_attributes", None)
+    attributes: Any = getattr(span, "_attributes", None)
     for key in keys:
         with suppress(TypeError, KeyError):
             del attributes[key]
