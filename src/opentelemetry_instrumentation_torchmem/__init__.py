@@ -19,4 +19,11 @@ from .requests.targets import TargetSpec
 from .requests.track import instrument_model, track, uninstrument_model
 from .version import __version__
 
-__all__ = ["TargetSpec", "TorchMemInstrumentor", "__version__", "instrument_model", "track", "uninstrument_model"]
+__all__ = [
+    "TargetSpec",
+    "TorchMemInstrumentor",
+    "__version__",
+    "instrument_model",
+    "track",
+    "uninstrument_model",
+]
