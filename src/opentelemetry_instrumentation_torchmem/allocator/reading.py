@@ -66,6 +66,11 @@ class AllocatorReading(NamedTuple):
     """Monotonic seconds just before the call: what happened later may not be in it."""
     statistics: Statistics
 
+    @property
+    def name(self) -> str:
+        """The device as torch names it: ``cuda:0``."""
+        return f"cuda:{self.device}"
+
     allocated = _Figure("allocated_bytes")
     allocated_peak = _Figure("allocated_bytes", "peak")
     turnover = _Figure("allocated_bytes", "allocated")

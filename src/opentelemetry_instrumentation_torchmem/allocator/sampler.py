@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import inf
 from threading import get_ident
 from time import monotonic, perf_counter
@@ -83,15 +83,12 @@ class Sampler:
         if now - self._looked_at > 1.0 or not self._request_devices:
             self._request_devices = source.used_devices()
             self._looked_at = now
-        readings = [source.read(index) for index in self._request_devices]
-        for reading in readings:
-            self._latest[reading.device] = reading
+        latest = self._latest
+        readings: list[AllocatorReading] = []
+        for index in self._request_devices:
+            latest[index] = reading = source.read(index)
+            readings.append(reading)
         return readings
-
-    def devices(self, readings: Sequence[AllocatorReading]) -> list[Device]:
-        """The devices that readings are of."""
-        source = self._source
-        return [] if source is None else [source.device(reading.device) for reading in readings]
 
     def collect(self) -> Collection | None:
         """What is known of every used device, or None while there is nothing that may be read."""

@@ -24,7 +24,6 @@ from opentelemetry.context import (
     attach,
     create_key,
     get_current,
-    set_value,
 )
 from opentelemetry.metrics import _internal as metrics_api
 from opentelemetry.trace import INVALID_SPAN, Span, Status, StatusCode
@@ -42,12 +41,14 @@ Records = Mapping[str, Any]
 """The synchronous instruments by the names of their rows."""
 
 _WINDOW = create_key("torchmem-window")
+(_SPAN,) = trace.set_span_in_context(INVALID_SPAN, Context())  # two marks in one copy of a context
 _SUPPRESSED = "suppress_instrumentation"
 _NO_KEYWORDS: Mapping[str, Any] = {}
+_NOTHING: dict[str, Any] = {}
 
 # keys that the path of every request uses, and those of a Change's figures, in the order of its fields
 _DEVICES, _CONCURRENT, _EXCLUSIVE = signals.DEVICES.name, signals.CONCURRENT.name, signals.EXCLUSIVE.name
-_FRAGMENTATION = signals.FRAGMENTATION.name
+_FRAGMENTATION, _SHAPES, _DTYPES = signals.FRAGMENTATION.name, signals.SHAPES.name, signals.DTYPES.name
 _TOLD = (
     signals.RESERVED_BEFORE.name,
     signals.RESERVED_DELTA.name,
@@ -174,12 +175,22 @@ class Requests:
                 return probe
             if not self._abandoned.empty():
                 self.drain()
-            if mode == "new":
-                context = trace.set_span_in_context(span, context)
             probe = Probe(self, target, series, span, context)
-            probe.measure(recording, nested)
             if recording:
+                probe.recording = True
                 self._describe(probe, arguments, keywords)
+            probe.window = window = self.windows.open(series, nested)
+            # the window, not the probe: one in its own context would only be seen dropped by the collector
+            marks: dict[str, Any] = {_SPAN: span, _WINDOW: window} if mode == "new" else {_WINDOW: window}
+            probe.context = context = Context(context | marks)
+            try:
+                probe.before = self.sampler.request_readings()
+            except Exception as error:
+                self.fault(target, error)
+            probe.began = perf_counter()
+            probe.token = attach(context)
+            if recording and self._request_hook is not None:
+                self._hook(self._request_hook, "request_hook", span, target.operation, arguments, keywords)
             return probe
         except Exception as error:
             self.fault(target, error)
@@ -267,16 +278,20 @@ class Requests:
     def _tell(self, probe: Probe, window: Window, error: BaseException | None, result: object) -> None:
         target, span = probe.target, probe.span
         concurrent = self.windows.close(window)
-        changes, later = _changes(probe.before, probe.after)
-        whole = total(changes) if changes else NOTHING_KNOWN
-        failure = type(error).__qualname__ if isinstance(error, Exception) else None
+        before, after = probe.before, probe.after
+        if len(before) == 1 == len(after) and before[0].device == after[0].device:
+            whole = change(before[0], after[0])
+            changes = [whole]
+        else:
+            changes, after = _changes(before, after)
+            whole = total(changes) if changes else NOTHING_KNOWN
+        failure = None if error is None or not isinstance(error, Exception) else type(error).__qualname__
         if probe.recording and span.is_recording():
-            names = [device.name for device in self.sampler.devices(later)]
-            story = _Story(names, changes, whole, concurrent)
+            story = _Story([reading.name for reading in after], changes, whole, concurrent)
             if target.span == "enrich":
-                self._enrich(span, story)
+                self._enrich(span, story, probe.described)
             else:
-                attributes = story.attributes()
+                attributes = story.attributes() | probe.described
                 if failure is not None:
                     attributes[signals.ERROR_TYPE.name] = failure
                 span.set_attributes(attributes)
@@ -289,7 +304,7 @@ class Requests:
                 if not self._closed:
                     self._record(probe, whole, concurrent == 1 if changes else None, failure)
 
-    def _enrich(self, span: Span, story: _Story) -> None:
+    def _enrich(self, span: Span, story: _Story, described: dict[str, Any]) -> None:
         """Tell this call's story, added to those of earlier calls under the same span."""
         with self._recording:  # they may end at the same time
             known = self._enriched.get(span)
@@ -297,7 +312,7 @@ class Requests:
             attributes = story.attributes()
             if known is not None:
                 _take_back(span, known.attributes().keys() - attributes.keys())
-            span.set_attributes(attributes)
+            span.set_attributes(attributes | described)
 
     def _tell_failure(self, target: Target, span: Span, error: Exception) -> None:
         description = type(error).__qualname__
@@ -323,14 +338,15 @@ class Requests:
     def _describe(self, probe: Probe, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         try:
             shapes, dtypes = described(arguments, keywords)
-            if shapes:
-                probe.span.set_attributes({signals.SHAPES.name: shapes, signals.DTYPES.name: dtypes})
         except Exception as error:  # the user's own mappings may raise; the call is measured still
             self.fault(probe.target, error)
-        if self._request_hook is not None:
-            self._hook(
-                self._request_hook, "request_hook", probe.span, probe.target.operation, arguments, keywords
-            )
+            return
+        if shapes:
+            told: dict[str, Any] = {_SHAPES: shapes, _DTYPES: dtypes}
+            if self._request_hook is None:
+                probe.described = told  # with the rest, at the end: a call of its own costs as much again
+            else:
+                probe.span.set_attributes(told)  # the hook may want to change them
 
     def _hook(self, hook: Hook, name: str, *arguments: object) -> None:
         try:
@@ -354,8 +370,6 @@ def _changes(
     before: Sequence[AllocatorReading], after: Sequence[AllocatorReading]
 ) -> tuple[list[Change], Sequence[AllocatorReading]]:
     """What changed on each device that was read before and after, and the later readings of those."""
-    if len(before) == 1 == len(after) and before[0].device == after[0].device:
-        return [change(before[0], after[0])], after
     later = {reading.device: reading for reading in after}
     pairs = [(reading, later[reading.device]) for reading in before if reading.device in later]
     return [change(*pair) for pair in pairs], [reading for _, reading in pairs]
@@ -395,11 +409,11 @@ class Probe:
 
     __slots__ = (
         "_requests",
-        "_token",
         "after",
         "before",
         "began",
         "context",
+        "described",
         "ended",
         "ended_at",
         "open",
@@ -407,6 +421,7 @@ class Probe:
         "series",
         "span",
         "target",
+        "token",
         "window",
     )
 
@@ -425,31 +440,19 @@ class Probe:
         self.ended_at: int | None = None
         self.began = self.ended = 0.0
         self.context = context
-        self._token: Token[Context] | None = None
-
-    def measure(self, recording: bool, nested: bool) -> None:
-        """Open the window, take the readings before, and make the context current."""
-        self.recording = recording
-        self.window = self._requests.windows.open(self.series, nested)
-        # the window, not the probe: a probe in its own context would only be seen dropped by the collector
-        self.context = set_value(_WINDOW, self.window, self.context)
-        try:
-            self.before = self._requests.sampler.request_readings()
-        except Exception as error:
-            self._requests.fault(self.target, error)
-        self.began = perf_counter()
-        self.enter()
+        self.described: dict[str, Any] = _NOTHING
+        self.token: Token[Context] | None = None
 
     def enter(self) -> None:
         """Make the call's context current on this thread or task."""
-        self._token = attach(self.context)
+        self.token = attach(self.context)
 
     def leave(self) -> None:
         """Make the caller's context current again, and keep the call's as it is now for the next step."""
-        token = self._token
+        token = self.token
         if token is None:
             return
-        self._token = None
+        self.token = None
         current = get_current()
         try:
             token.var.reset(token)
@@ -459,43 +462,43 @@ class Probe:
 
     def stop(self, result: object = None) -> None:
         """The call has returned."""
-        self._end(None, result)
+        if self._close():
+            self._requests.finish(self, None, result)
 
     def fail(self, error: BaseException) -> None:
         """The call has raised; a ``GeneratorExit`` means that a stream was given up."""
         if isinstance(error, GeneratorExit):
             self.abandon()
-        else:
-            self._end(error, None)
+        elif self._close():
+            self._requests.finish(self, error, None)
 
     def abandon(self) -> None:
         """The call was given up in a finalizer, perhaps in the middle of the SDK on this very thread:
         take no lock, record nothing, end nothing; it is finished at the next call or collection."""
-        if not self.open:
-            return
-        self.open = False
-        self.leave()
-        self._mark_end()
-        self._requests.abandoned(self)
+        if self._close():
+            self._requests.abandoned(self)
 
-    def _end(self, error: BaseException | None, result: object) -> None:
+    def _close(self) -> bool:
+        """Make the caller's context current again and take the readings after; False if that is done."""
         if not self.open:
-            return
+            return False
         self.open = False
-        self.leave()
-        self._mark_end()
-        self._requests.finish(self, error, result)
-
-    def _mark_end(self) -> None:
-        if self.window is None:
-            return
-        self.ended = perf_counter()
-        self.ended_at = time_ns()
-        self.window.open = False
-        try:
-            self.after = self._requests.sampler.request_readings()
-        except Exception as error:
-            self._requests.fault(self.target, error)
+        token, window = self.token, self.window
+        if token is not None:
+            self.token = None
+            try:  # noqa: SIM105 - costs nothing
+                token.var.reset(token)
+            except ValueError:  # as in `leave`
+                pass
+        if window is not None:
+            self.ended = perf_counter()
+            self.ended_at = time_ns()
+            window.open = False
+            try:
+                self.after = self._requests.sampler.request_readings()
+            except Exception as error:
+                self._requests.fault(self.target, error)
+        return True
 
     def __del__(self) -> None:
         if self.open:  # a stream that nobody started, or whose loop has closed
