@@ -195,7 +195,7 @@ def _at_home(wrapper: Any, function: Function) -> Any:
 def _of_its_own(made: Any, function: Function, names: dict[str, Any]) -> Any:
     """A function with a code object that no other has, by identity and by name: the compiler keeps by the
     one what it has compiled, up to a limit, and by the other the shapes that it has seen."""
-    name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    name = ".".join(str(getattr(function, part, "?")) for part in ("__module__", "__qualname__"))
     code = made.__code__.replace(co_name=name)
     return FunctionType(code, names, made.__name__, made.__defaults__, made.__closure__)
 
@@ -499,9 +499,9 @@ class _FollowedAsyncIterator(_Followed):
 
 
 def _stream_kind(kind: type) -> type[_Followed] | None:
-    if hasattr(kind, "__next__"):
+    if getattr(kind, "__next__", None) is not None:
         return _FollowedIterator
-    return _FollowedAsyncIterator if hasattr(kind, "__anext__") else None
+    return None if getattr(kind, "__anext__", None) is None else _FollowedAsyncIterator
 
 
 # attributes
