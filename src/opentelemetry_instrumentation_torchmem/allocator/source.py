@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from time import monotonic
 from typing import Any
 
@@ -62,6 +63,7 @@ class Source:
         # cudaMallocAsync's statistics make a context where there is none
         safe = next((index for index in range(self._count) if self._has_context(index)), 0)
         self._statistics = _statistics_call(torch, safe)
+        self._snapshot = _snapshot_call(torch)
         self._used: set[int] = set()
         self._devices: dict[int, Device] = {}
         self._expandable = False
@@ -97,6 +99,19 @@ class Source:
         else:
             statistics = {}
         return AllocatorReading(index, at, statistics)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The segments and blocks of every device, with the settings, as torch's own snapshots have them, less
+        the traces of the user's memory history. Native alone; holds the interpreter for its whole length."""
+        return self._snapshot()
+
+    def current_stream(self, index: int) -> int:
+        """The stream of the calling thread on a device, as a snapshot's segments name theirs."""
+        return self._torch.cuda.current_stream(index).cuda_stream
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's stream is being captured into a graph."""
+        return bool(self._torch.cuda.is_current_stream_capturing())
 
     def driver_memory(self, index: int) -> DriverMemory:
         """The whole device's free and total; releases the interpreter, takes no allocator mutex.
@@ -157,6 +172,35 @@ def _statistics_call(torch: Any, index: int) -> Callable[[int], dict[str, Any]]:
         if call is not None and _is_whole(call, index):
             return call
     return torch.cuda.memory_stats_as_nested_dict
+
+
+def _snapshot_call(torch: Any) -> Callable[[], dict[str, Any]]:
+    """From 2.11 on the traces of the user's memory history can be left out: with a long one they take most of
+    the time."""
+    public = getattr(torch.cuda, "memory_snapshot", None)
+    raw = getattr(torch._C, "_cuda_memorySnapshot", None)
+    if raw is not None and public is not None and "include_traces" in signature(public).parameters:
+        return lambda: raw((0, 0, False))
+    return lambda: {"segments": torch.cuda.memory_snapshot()}
+
+
+def when_initialised(torch: Any, act: Callable[[], None]) -> None:
+    """Act once CUDA is initialised in this process, at once if it is. It cannot be taken back, and what raises
+    in there would fail the initialisation."""
+    torch.cuda._lazy_call(act)
+
+
+def attach_oom_observer(torch: Any, observer: Callable[[int, int, int, int], None]) -> None:
+    """Have the allocator call ``observer(device, asked, allowed, free)`` at each out of memory error, for the
+    life of the process, on the thread whose allocation failed, before its exception is raised.
+
+    Only once CUDA is initialised.
+
+    Raises:
+        RuntimeError: the backend has no observers.
+        AttributeError: this build of torch has none.
+    """
+    torch._C._cuda_attach_out_of_memory_observer(observer)
 
 
 def _is_whole(call: Callable[[int], Any], index: int) -> bool:

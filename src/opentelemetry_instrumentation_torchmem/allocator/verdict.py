@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why an allocation failed: pure arithmetic on what was held after the allocator's last resort.
+
+Knows neither torch nor OpenTelemetry. The order of the verdicts is that of what can be done about them: what
+a setting, a wait or the end of another user of the memory would have cured comes before what nothing cures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+MIB = 1 << 20
+
+VERDICTS: Mapping[str, str] = {
+    "fraction": "Over the fraction: the device had enough, the process's memory fraction did not allow it.",
+    "pending_frees": "Pending frees: a block was freed, but a recorded stream was not seen to be done with it "
+    "until the allocator had given up; it would serve the request now.",
+    "changed_meanwhile": "Changed meanwhile: the request would fit now; another thread or process freed "
+    "memory between the failure and the look at it, or the driver refused what it said was free.",
+    "private_pools": "Held by private pools: free in CUDA graphs' pools and MemPools, which serve nobody else.",
+    "another_stream": "Held by another stream: free, but in blocks that only the stream they were made on "
+    "may use.",
+    "fragmented": "Fragmented: enough free in all, in no block that is large enough.",
+    "outside_pytorch": "Memory outside PyTorch: what others on the device have taken since this process "
+    "began would have been enough.",
+    "full": "Full: less was free in all than was asked for.",
+    "unknown": "What was held could not be read.",
+    "unexamined": "Counted alone: another was examined on the device shortly before.",
+}
+"""``torch.memory.oom.verdict`` of an error that the allocator's observers were told of: value -> meaning."""
+
+REJECTED = "rejected"
+REJECTED_MEANING = (
+    "Refused before the driver was asked and before anything was flushed: throw_on_cudamalloc_oom."
+)
+
+
+class FreeBlocks(NamedTuple):
+    """Where the free bytes are that the allocator kept through its last resort, on one device."""
+
+    own: int
+    """On the failing thread's stream, in the default pool."""
+    largest: int
+    """The largest block of these that may serve a request of that kind."""
+    other_streams: int
+    """On other streams, in the default pool."""
+    private_pools: int
+    """In the pools of CUDA graphs and in MemPools."""
+    pending: int
+    """Freed, but a recorded stream is not seen to be done with them: only where nothing could be flushed, as
+    during a graph's capture."""
+
+
+class Failure(NamedTuple):
+    """What is known of one failed allocation. Bytes; None where it could not be read.
+
+    Example:
+        >>> verdict(Failure(asked=64 * MIB, free=10 * MIB, total=1000 * MIB, allowed=1000 * MIB,
+        ...                 reserved=980 * MIB, blocks=FreeBlocks(90 * MIB, 30 * MIB, 0, 0, 0)))
+        'fragmented'
+    """
+
+    asked: int
+    """Of the driver: the request, rounded up to what a segment of its kind takes."""
+    free: int
+    """On the device, as the driver said at the failure."""
+    total: int | None
+    """The device's."""
+    allowed: int | None
+    """What the process may reserve: the total where no fraction is set."""
+    reserved: int | None = None
+    """After the allocator's own flush."""
+    blocks: FreeBlocks | None = None
+    free_now: int | None = None
+    """On the device, when the rest was read."""
+    pending_before: int = 0
+    """Pending frees that were seen before."""
+    idle_before: int | None = None
+    """Free bytes that were held in all before."""
+    baseline: int | None = None
+    """The least that others were ever seen to use on the device."""
+    page: int = 20 * MIB
+    """What is asked of the driver for requests of 1 to 10 MiB."""
+
+    @property
+    def external(self) -> int | None:
+        """Bytes that others use on the device: the CUDA context, NCCL, other processes."""
+        if self.total is None or self.reserved is None:
+            return None
+        return max(0, self.total - self.free - self.reserved)
+
+
+def verdict(failure: Failure) -> str:
+    """The first of the explanations that the arithmetic bears out."""
+    asked, free, reserved, blocks = failure.asked, failure.free, failure.reserved, failure.blocks
+    if reserved is None:
+        return "unknown"
+    allowed = failure.allowed
+    over = allowed is not None and allowed != failure.total and reserved + asked > allowed
+    if over and asked <= free:
+        return "fraction"
+    if blocks is not None and _would_fit(failure, blocks.largest):
+        return "pending_frees" if failure.pending_before else "changed_meanwhile"
+    if blocks is not None and blocks.pending and blocks.pending + blocks.own + free >= asked:
+        return "pending_frees"
+    if failure.free_now is not None and asked <= failure.free_now and not over:
+        return "changed_meanwhile"
+    if blocks is None:
+        return "unknown"
+    if blocks.private_pools and blocks.private_pools + free >= asked:
+        return "private_pools"
+    if blocks.other_streams and blocks.other_streams + free >= asked:
+        return "another_stream"
+    if blocks.own + blocks.other_streams + blocks.private_pools + free >= asked:
+        return "fragmented"
+    external = failure.external
+    if external is not None and failure.baseline is not None and external > failure.baseline:
+        if external - failure.baseline + free >= asked:
+            return "outside_pytorch"
+    return "full"
+
+
+def sizes(asked: int, page: int = 20 * MIB) -> tuple[int, int]:
+    """The least and the most that a request can have been, rounded, for which this was asked of the driver.
+
+    Example:
+        >>> sizes(64 * MIB) == (62 * MIB + 512, 64 * MIB)
+        True
+    """
+    if asked <= 2 * MIB:
+        return 512, MIB
+    return (MIB if asked == page else asked - 2 * MIB) + 512, asked
+
+
+def _would_fit(failure: Failure, largest: int) -> bool:
+    """Whether a free block serves the request now, though none did before the flush.
+
+    The request itself is not told, only the range it is in. A block inside that range is an old one that was
+    too small, unless it is larger than all that was free before.
+    """
+    least, most = sizes(failure.asked, failure.page)
+    if largest >= most:
+        return True
+    if largest < least:
+        return False
+    if failure.pending_before and most - least < 2 * MIB:
+        return True
+    return failure.idle_before is not None and failure.idle_before < largest
+
+
+def usable_below(asked: int, page: int, max_split: int | None, slack: int = 20 * MIB) -> int | None:
+    """The size below which a free block may serve such a request; None: any size.
+
+    With a finite ``max_split`` a smaller request may not take a block that large, and a larger one none
+    that exceeds it by ``slack`` (``max_non_split_rounding_mb``).
+    """
+    if max_split is None:
+        return None
+    least, most = sizes(asked, page)
+    return least + slack if least >= max_split else min(max_split, most + slack)
+
+
+def free_blocks(
+    segments: Iterable[Mapping[str, Any]],
+    device: int,
+    stream: int,
+    *,
+    small: bool,
+    below: int | None = None,
+    expandable: bool = True,
+) -> FreeBlocks:
+    """Where the free bytes of a device are, from a snapshot's segments.
+
+    ``small``: whether the request was one of the small pool. Blocks of expandable segments serve a request
+    only while that mode is on.
+    """
+    own = largest = other_streams = private_pools = pending = 0
+    for segment in segments:
+        if segment["device"] != device:
+            continue
+        if segment["active_size"] > segment["allocated_size"]:
+            pending += segment["active_size"] - segment["allocated_size"]
+        idle = segment["total_size"] - segment["active_size"]
+        if not idle:
+            continue
+        if tuple(segment["segment_pool_id"]) != (0, 0):
+            private_pools += idle
+        elif segment["stream"] != stream:
+            other_streams += idle
+        else:
+            own += idle
+            if (segment["segment_type"] == "small") is not small or (
+                segment["is_expandable"] and not expandable
+            ):
+                continue
+            for block in segment["blocks"]:
+                size = block["size"]
+                if size > largest and block["state"] == "inactive" and (below is None or size < below):
+                    largest = size
+    return FreeBlocks(own, largest, other_streams, private_pools, pending)
