@@ -75,7 +75,9 @@ class Sampler:
 
     def request_readings(self) -> list[AllocatorReading]:
         """A reading of each used device, on the thread of a request; empty where there is nothing to read."""
-        source = self.source()
+        source = self._source
+        if source is None or not source.is_alive():
+            source = self.source()
         if source is None or (self._pools.suspect and not self._is_sole_reader()):
             return []
         now = monotonic()

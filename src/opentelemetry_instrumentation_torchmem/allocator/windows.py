@@ -59,37 +59,41 @@ def change(before: AllocatorReading, after: AllocatorReading) -> Change:
     reserved_b: int = b["reserved_bytes"]["all"]["current"]
     reserved: int = a["reserved_bytes"]["all"]["current"]
     allocated_b, allocated = b["allocated_bytes"]["all"], a["allocated_bytes"]["all"]
+    current_b, current = allocated_b["current"], allocated["current"]
     peak_growth = allocated["peak"] - allocated_b["peak"]
-    if peak_growth < 0 or (peak_growth and _peaks_were_reset(b, a)):
+    if peak_growth and (peak_growth < 0 or _peaks_were_reset(b, a)):
         peak_growth = None
-    if "num_alloc_retries" not in a:  # cudaMallocAsync counts nothing
+    retries = a.get("num_alloc_retries")
+    if retries is None:  # cudaMallocAsync counts nothing
         return NOTHING_KNOWN._replace(
             reserved_before=reserved_b,
             reserved_delta=reserved - reserved_b,
-            allocated_before=allocated_b["current"],
-            allocated_delta=allocated["current"] - allocated_b["current"],
+            allocated_before=current_b,
+            allocated_delta=current - current_b,
             peak_growth=peak_growth,
             reserved=reserved,
         )
+    delta = current - current_b
     turnover = allocated["allocated"] - allocated_b["allocated"]
-    counted = turnover >= 0 and (
-        allocated["current"] - allocated_b["current"] == turnover - allocated["freed"] + allocated_b["freed"]
-    )  # else the user reset the counters in between
     split = a.get("inactive_split_bytes")
+    inactive_split = None if split is None else split["all"]["current"]
+    if turnover < 0 or delta != turnover - allocated["freed"] + allocated_b["freed"]:
+        # the user reset the counters in between
+        known = (reserved_b, reserved - reserved_b, current_b, delta, peak_growth)
+        return Change(*known, None, None, None, None, None, inactive_split, reserved)
+    device_allocations, syncs = a.get("num_device_alloc"), a.get("num_sync_all_streams")
     return Change(
         reserved_b,
         reserved - reserved_b,
-        allocated_b["current"],
-        allocated["current"] - allocated_b["current"],
+        current_b,
+        delta,
         peak_growth,
-        a["num_alloc_retries"] - b["num_alloc_retries"] if counted else None,
-        a["num_ooms"] - b["num_ooms"] if counted else None,
-        a["num_device_alloc"] - b["num_device_alloc"] if counted and "num_device_alloc" in a else None,
-        a["num_sync_all_streams"] - b["num_sync_all_streams"]
-        if counted and "num_sync_all_streams" in a
-        else None,
-        turnover if counted else None,
-        None if split is None else split["all"]["current"],
+        retries - b["num_alloc_retries"],
+        a["num_ooms"] - b["num_ooms"],
+        None if device_allocations is None else device_allocations - b["num_device_alloc"],
+        None if syncs is None else syncs - b["num_sync_all_streams"],
+        turnover,
+        inactive_split,
         reserved,
     )
 
@@ -168,25 +172,29 @@ class OpenWindows:
             self._open += 1
             if nested:
                 return Window(key, self._sequence + 1, self.count, nested)
-            self._sequence += 1
-            self.count += 1
-            while self._counts and self._counts[-1] <= self.count:
-                self._counts.pop()
-                self._sequences.pop()
-            self._counts.append(self.count)
-            self._sequences.append(self._sequence)
-            return Window(key, self._sequence, self.count, nested)
+            self._sequence = sequence = self._sequence + 1
+            self.count = count = self.count + 1
+            if self._open > 1:  # else nobody is there whom it overlaps
+                while self._counts and self._counts[-1] <= count:
+                    self._counts.pop()
+                    self._sequences.pop()
+                self._counts.append(count)
+                self._sequences.append(sequence)
+            return Window(key, sequence, count, nested)
 
     def close(self, window: Window) -> int:
         """The most windows that were open at one time during this one, itself (or its outer one) included."""
         with self._lock:
-            at = bisect_left(self._sequences, window.sequence)
-            later = self._counts[at] if at < len(self._counts) else 0
             self.by_key[window.key] -= 1
             self._open -= 1
             if not window.nested:
                 self.count -= 1
-            if self._open == 0:
-                self._sequences.clear()
-                self._counts.clear()
-            return max(window.count_at_birth, later, 1)
+            most = window.count_at_birth or 1
+            if self._counts:
+                at = bisect_left(self._sequences, window.sequence)
+                if at < len(self._counts):
+                    most = max(most, self._counts[at])
+                if self._open == 0:
+                    self._sequences.clear()
+                    self._counts.clear()
+            return most
