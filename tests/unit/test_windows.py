@@ -45,25 +45,82 @@ def reading(device: int = 0, at: float = 0.0, **figures) -> AllocatorReading:
     return AllocatorReading(device, at, statistics(**figures))
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 7), st.booleans()), max_size=200))
+def beside(life: list, living: list[list]) -> int:
+    """How many are open at once with a window, itself included: what it is nested in and what is nested in it
+    are no others, and of the rest those count that are nested in nothing else of the rest."""
+
+    def above(life: list | None) -> list:
+        found = []
+        while life is not None:
+            if life in living:
+                found.append(life)
+            life = life[2]
+        return found
+
+    line = above(life)
+    parents = [(other, next(iter(above(other)[1:]), None)) for other in living]
+    return 1 + sum(
+        other not in line and (parent is None or (parent in line and parent is not life))
+        for other, parent in parents
+    )
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 7), st.integers(0, 3)), max_size=200))
 def test_each_window_sees_the_most_that_were_open_with_it(steps):
     windows = OpenWindows()
-    living: list[list] = []  # window, most seen so far
-    for opens, which, nested in steps:
+    ever: list[list] = []  # window, most seen so far, the one that it is nested in
+    living: list[list] = []
+    for opens, which, nests in [*steps, *[(False, 0, 0)] * len(steps)]:
         if opens:
-            nested = nested and any(not inner for _, _, inner in living)
-            living.append([windows.open("key", nested), 0, nested])
-            count = sum(not inner for _, _, inner in living)
-            assert windows.count == count
-            for life in living:
-                life[1] = max(life[1], count)
+            outer = ever[-1 - which % len(ever)] if ever and nests == 0 else None  # it may be closed already
+            outer = living[which % len(living)] if living and nests == 1 else outer
+            life = [windows.open("key", outer and outer[0]), 0, outer]
+            ever.append(life)
+            living.append(life)
         elif living:
             window, most, _ = living.pop(which % len(living))
-            assert windows.close(window) == max(most, 1)
-    for window, most, _ in living:
-        assert windows.close(window) == max(most, 1)
+            assert windows.close(window) == most
+        for life in living:
+            life[1] = max(life[1], beside(life, living))
+        roots = sum(all(outer not in living for outer in outers(life)) for life in living)
+        assert windows.count == roots
+        assert windows.by_key.get("key", 0) == len(living)
+        assert windows.any_open is bool(living)
     assert windows.count == 0
-    assert windows.by_key.get("key", 0) == 0
+    assert not windows._sequences
+
+
+def outers(life: list) -> list[list]:
+    found = []
+    while (life := life[2]) is not None:
+        found.append(life)
+    return found
+
+
+def test_what_runs_beside_within_one_request_overlaps_and_the_rest_does_not():
+    windows = OpenWindows()
+    generate = windows.open("generate")
+    forward = windows.open("forward", generate)
+    layer = windows.open("layer", forward)
+    assert windows.close(layer) == 1
+    assert windows.close(forward) == 1
+    first, second = windows.open("forward", generate), windows.open("forward", generate)
+    assert windows.close(first) == 2
+    other = windows.open("generate")
+    assert windows.close(second) == 2  # never three at once
+    assert (windows.close(generate), windows.close(other)) == (2, 2)
+
+
+def test_what_outlives_its_outer_request_stands_for_itself():
+    windows = OpenWindows()
+    generate = windows.open("generate")
+    forward = windows.open("forward", generate)
+    windows.close(generate)
+    assert windows.count == 1
+    other = windows.open("generate")
+    assert windows.close(other) == 2
+    assert windows.close(forward) == 2
+    assert windows.close(windows.open("forward", forward)) == 1  # nested in what has ended
 
 
 def test_no_window_is_lost_between_threads():

@@ -129,22 +129,40 @@ def _peaks_were_reset(b: Any, a: Any) -> bool:
 class Window:
     """One request's stay: where it stands among the others. Made by ``OpenWindows.open``."""
 
-    __slots__ = ("count_at_birth", "key", "nested", "open", "sequence")
+    __slots__ = ("beside", "counted", "inner", "key", "most", "open", "outer", "sequence", "since")
 
-    def __init__(self, key: Hashable, sequence: int, count_at_birth: int, nested: bool) -> None:
+    def __init__(self, key: Hashable, outer: Window | None, sequence: int, since: int) -> None:
         self.key = key
-        self.sequence = sequence
-        self.count_at_birth = count_at_birth
-        self.nested = nested
+        self.outer = outer
+        """The one that it is nested in."""
         self.open = True
         """Until its request has ended; the context of a task that was started in it may live longer."""
+        # for ``OpenWindows`` alone
+        self.counted = True
+        self.inner: list[Window] | None = None
+        """Of one that is not nested: all that are nested in it, at whatever depth."""
+        self.beside = 0
+        """How many run beside it within the same outer one."""
+        self.sequence = sequence
+        self.since = since
+        """How many were open when it, or ``beside``, came to be as it is."""
+        self.most = 0
+        """The most until then."""
+
+    def still_open(self) -> Window | None:
+        """This one, or the nearest it is nested in, if it is open still."""
+        window: Window | None = self
+        while window is not None and not window.open:
+            window = window.outer
+        return window
 
 
 class OpenWindows:
     """The windows open now, and how many overlapped each: constant work however many are open.
 
     A window that is nested in another (a ``forward`` inside a ``generate``) is not counted: it belongs to the
-    outer one and does not overlap it.
+    outer one and does not overlap it. It does overlap what else runs within that one at the same time, and
+    what outlives its outer one stands for itself from then on.
     """
 
     def __init__(self) -> None:
@@ -165,36 +183,110 @@ class OpenWindows:
         """Whether any is open, the nested ones too."""
         return self._open > 0
 
-    def open(self, key: Hashable = None, nested: bool = False) -> Window:
+    def open(self, key: Hashable = None, outer: Window | None = None) -> Window:
         """A window from now on; the key is the caller's own, to count by."""
         with self._lock:
             self.by_key[key] = self.by_key.get(key, 0) + 1
             self._open += 1
-            if nested:
-                return Window(key, self._sequence + 1, self.count, nested)
-            self._sequence = sequence = self._sequence + 1
-            self.count = count = self.count + 1
+            while outer is not None and not outer.counted:
+                outer = outer.outer
+            if outer is not None:
+                return self._nest(Window(key, outer, self._sequence + 1, self.count))
+            self.count += 1
+            self._sequence += 1
             if self._open > 1:  # else nobody is there whom it overlaps
-                while self._counts and self._counts[-1] <= count:
-                    self._counts.pop()
-                    self._sequences.pop()
-                self._counts.append(count)
-                self._sequences.append(sequence)
-            return Window(key, sequence, count, nested)
+                self._counted_now()
+            return Window(key, None, self._sequence, self.count)
 
     def close(self, window: Window) -> int:
         """The most windows that were open at one time during this one, itself (or its outer one) included."""
         with self._lock:
+            window.counted = False
             self.by_key[window.key] -= 1
             self._open -= 1
-            if not window.nested:
+            most = self._most(window) if self._counts or window.most else window.beside + window.since
+            if window.outer is not None:
+                self._unnest(window, window.outer)
+            else:
                 self.count -= 1
-            most = window.count_at_birth or 1
-            if self._counts:
-                at = bisect_left(self._sequences, window.sequence)
-                if at < len(self._counts):
-                    most = max(most, self._counts[at])
-                if self._open == 0:
-                    self._sequences.clear()
-                    self._counts.clear()
+                if window.inner:
+                    self._set_free(window, window.inner)
+            if self._open == 0 and self._counts:
+                self._sequences.clear()
+                self._counts.clear()
             return most
+
+    def _counted_now(self) -> None:
+        while self._counts and self._counts[-1] <= self.count:
+            self._counts.pop()
+            self._sequences.pop()
+        self._counts.append(self.count)
+        self._sequences.append(self._sequence)
+
+    def _most(self, window: Window) -> int:
+        at = bisect_left(self._sequences, window.sequence)
+        later = self._counts[at] if at < len(self._counts) else 0
+        return max(window.most, window.beside + max(window.since, later))
+
+    # within one that is not nested
+
+    def _nest(self, window: Window) -> Window:
+        root, depth = window, 0
+        while root.outer is not None:
+            root, depth = root.outer, depth + 1
+        if root.inner is None:
+            root.inner = []
+        root.inner.append(window)
+        if len(root.inner) > depth:  # else each is nested in the one before
+            self._look_beside(root.inner)
+        return window
+
+    def _unnest(self, window: Window, outer: Window) -> None:
+        root = outer
+        while root.outer is not None:
+            root = root.outer
+        inner = root.inner or []
+        inner.remove(window)
+        for each in inner:
+            if each.outer is window:
+                each.outer = outer
+        self._look_beside(inner)
+
+    def _set_free(self, window: Window, inner: list[Window]) -> None:
+        """What was nested directly in one that has ended stands for itself."""
+        for each in inner:
+            each.most = self._most(each)
+        free = [each for each in inner if each.outer is window]
+        self.count += len(free)
+        self._sequence += 1
+        self._counted_now()
+        for root in free:
+            root.outer, root.beside, root.inner = None, 0, [each for each in inner if _is_within(each, root)]
+            for each in root.inner:
+                each.beside = _beside(each, root.inner)
+        for each in inner:
+            each.sequence, each.since = self._sequence, self.count
+
+    def _look_beside(self, inner: list[Window]) -> None:
+        for each in inner:
+            beside = _beside(each, inner)
+            if beside != each.beside:
+                each.most = self._most(each)
+                each.beside, each.sequence, each.since = beside, self._sequence + 1, self.count
+
+
+def _beside(window: Window, inner: list[Window]) -> int:
+    """How many run beside it: of those within one another, one."""
+    line = {window}
+    outer = window.outer
+    while outer is not None:
+        line.add(outer)
+        outer = outer.outer
+    return sum(each not in line and each.outer is not window and each.outer in line for each in inner)
+
+
+def _is_within(window: Window, other: Window) -> bool:
+    outer = window.outer
+    while outer is not None and outer is not other:
+        outer = outer.outer
+    return outer is other

@@ -153,9 +153,10 @@ class Requests:
             if context.get(_SUPPRESS_INSTRUMENTATION_KEY) or context.get(_SUPPRESSED):
                 return None
             outer: Any = context.get(_WINDOW)
-            nested = outer is not None and outer.open
-            if nested and not target.nested:
-                return None
+            if outer is not None:
+                outer = outer.still_open()
+                if outer is not None and not target.nested:
+                    return None
             mode = target.span
             series = self.series(target)
             span = INVALID_SPAN
@@ -179,7 +180,7 @@ class Requests:
             if recording:
                 probe.recording = True
                 self._describe(probe, arguments, keywords)
-            probe.window = window = self.windows.open(series, nested)
+            probe.window = window = self.windows.open(series, outer)
             # the window, not the probe: one in its own context would only be seen dropped by the collector
             marks: dict[str, Any] = {_SPAN: span, _WINDOW: window} if mode == "new" else {_WINDOW: window}
             probe.context = context = Context(context | marks)
