@@ -33,6 +33,14 @@ _KINDS = ("small", "large")
 _MAX_DEVICE = 1023
 _MAX_ADDRESS = (1 << 64) - 1
 _MAX_SETTINGS = 64
+_MAX_SETTING = 1000
+_KNOWN_SETTINGS: dict[str, tuple[type, ...]] = {
+    "PYTORCH_CUDA_ALLOC_CONF": (str,),
+    "max_split_size": (int,),
+    "garbage_collection_threshold": (float, int),
+    "expandable_segments": (bool,),
+    "roundup_power2_divisions": (dict,),
+}
 
 
 class SnapshotError(ValueError):
@@ -60,6 +68,7 @@ class Segment:
     pool: tuple[int, int]
     """(0, 0) is the default pool; others are those of CUDA graphs and MemPools."""
     expandable: bool
+    allocated: int
     blocks: list[Block]
 
 
@@ -70,8 +79,8 @@ class Snapshot:
     segments: list[Segment]
     raw: list[Mapping[str, object]]
     """The same segments, in the same order, as the allocator told them."""
-    settings: dict[str, str]
-    """Fit to print. Empty where the file tells none."""
+    settings: dict[str, object]
+    """Texts (printable), numbers, booleans and dicts of numbers, by name. Empty where the file tells none."""
     file_size: int
 
 
@@ -164,6 +173,12 @@ class _Fields:
         expandable = self._fields.get("is_expandable", False)
         if not isinstance(expandable, bool):
             raise self._wrong("is_expandable", "True or False")
+        checked = self._blocks(blocks, address, size)
+        for name, states in (("allocated_size", (ALLOCATED,)), ("active_size", (ALLOCATED, PENDING))):
+            told = self._whole(name, 0, size)
+            summed = sum(block.size for block in checked if block.state in states)
+            if told != summed:
+                raise SnapshotError(f"{self._where}: {name} is {told:,}; by its blocks it is {summed:,}")
         return Segment(
             device=self._whole("device", 0, _MAX_DEVICE),
             address=address,
@@ -172,7 +187,8 @@ class _Fields:
             kind=kind,
             pool=self._pool(),
             expandable=expandable,
-            blocks=self._blocks(blocks, address, size),
+            allocated=self._whole("allocated_size", 0, size),
+            blocks=checked,
         )
 
     def _blocks(self, raw: list[object], address: int, size: int) -> list[Block]:
@@ -206,8 +222,8 @@ class _Fields:
 
     def _pool(self) -> tuple[int, int]:
         told = self._fields.get("segment_pool_id", (0, 0))
-        if isinstance(told, (tuple, list)):
-            pair = cast("tuple[object, ...] | list[object]", told)
+        if isinstance(told, tuple):
+            pair = cast("tuple[object, ...]", told)
             if len(pair) == 2:
                 first, second = pair
                 if type(first) is int and type(second) is int:
@@ -233,19 +249,29 @@ class _Fields:
         return SnapshotError(f"{self._where}: {name} is {_shown(self._fields[name])}; it must be {allowed}")
 
 
-def _settings(told: object) -> dict[str, str]:
-    """The scalars among the settings; roundup divisions are a dict of sizes, told where one is set."""
-    if not isinstance(told, dict):
+def _settings(told: object) -> dict[str, object]:
+    """The settings that are plain values; those that figures depend on must be what they are in torch."""
+    if told is None:
         return {}
-    settings: dict[str, str] = {}
-    for name, value in list(cast("dict[str, object]", told).items())[:_MAX_SETTINGS]:
+    if not isinstance(told, dict):
+        raise SnapshotError(f"allocator_settings is {_kind_of(told)}; it must be a dict")
+    given = cast("dict[str, object]", told)
+    settings: dict[str, object] = {}
+    for name, value in list(given.items())[:_MAX_SETTINGS]:
+        shown = printable(name, 50)
+        known = _KNOWN_SETTINGS.get(name)
+        if known is not None and type(value) not in known:
+            allowed = " or ".join(kind.__name__ for kind in known)
+            raise SnapshotError(
+                f"allocator_settings: {name} is {_shown(value)}; it must be of type {allowed}"
+            )
         if isinstance(value, dict):
-            inner = cast("dict[str, object]", value)
-            parts = [f"{size}:{n}" for size, n in list(inner.items())[:_MAX_SETTINGS] if n and type(n) is int]
-            if parts:
-                settings[printable(name, 50)] = printable(",".join(parts), 200)
-        elif isinstance(value, (str, bool, int, float)):
-            settings[printable(name, 50)] = printable(str(value), 200)
+            inner = list(cast("dict[str, object]", value).items())[:_MAX_SETTINGS]
+            settings[shown] = {printable(key, 20): count for key, count in inner if type(count) is int}
+        elif isinstance(value, str):
+            settings[shown] = printable(value, _MAX_SETTING)
+        elif isinstance(value, (bool, int, float)):
+            settings[shown] = value
     return settings
 
 

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a snapshot's free bytes lie: the geometry behind the picture. Figures are `allocator.snapshot`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..allocator.rules import Rules
+from ..allocator.snapshot import DEFAULT_POOL
+from .snapshot_file import ALLOCATED, FREE, PENDING, Block, Segment
+
+SPLIT_FREE, CACHED_FREE = "split_free", "cached_free"
+LOOKS = (ALLOCATED, PENDING, SPLIT_FREE, CACHED_FREE)
+"""The ledger's states, of which a map is made."""
+DEFAULT_STREAM = 0
+
+
+class Place(NamedTuple):
+    """What blocks have in common that serve the same requests."""
+
+    device: int
+    pool: tuple[int, int]
+    stream: int
+    kind: str
+    expandable: bool
+
+    @property
+    def label(self) -> str:
+        """``default pool, default stream, large``."""
+        return place_label(self.pool, self.stream, self.kind, self.expandable)
+
+
+@dataclass(slots=True)
+class Group:
+    """The segments of one place."""
+
+    place: Place
+    segments: list[Segment] = field(default_factory=list[Segment])
+    blocks: int = 0
+    reserved: int = 0
+    largest: Block | None = None
+    """The largest free block."""
+
+
+def place_label(pool: tuple[int, int] | None, stream: int, kind: str, expandable: bool) -> str:
+    """A place in words; a pool that the release does not tell apart is left out."""
+    words = [] if pool is None else ["default pool" if pool == DEFAULT_POOL else f"pool {pool[0]}:{pool[1]}"]
+    words.append("default stream" if stream == DEFAULT_STREAM else f"stream {stream:#x}")
+    words.append(f"{kind}, expandable" if expandable else kind)
+    return ", ".join(words)
+
+
+def groups(segments: Iterable[Segment]) -> list[Group]:
+    """By device, the default pool and the default stream first, large before small."""
+    found: dict[Place, Group] = {}
+    for segment in segments:
+        place = Place(segment.device, segment.pool, segment.stream, segment.kind, segment.expandable)
+        group = found.get(place)
+        if group is None:
+            group = found[place] = Group(place)
+        group.segments.append(segment)
+        group.blocks += len(segment.blocks)
+        group.reserved += segment.size
+        for block in segment.blocks:
+            if block.state == FREE and (group.largest is None or block.size > group.largest.size):
+                group.largest = block
+    return sorted(found.values(), key=lambda group: _order(group.place))
+
+
+def _order(place: Place) -> tuple[object, ...]:
+    pool, stream = place.pool != DEFAULT_POOL, place.stream != DEFAULT_STREAM
+    return place.device, pool, place.pool, stream, place.stream, place.kind, place.expandable
+
+
+def pieces(segment: Segment, rules: Rules) -> Iterator[tuple[int, int, str]]:
+    """(address, size, look) in the order of addresses, the segment filled.
+
+    A free block is cached_free where `empty_cache()` gives it back as things stand: a whole segment, or of an
+    expandable one the whole pages, which are counted from the segment's begin.
+    """
+    base = segment.address
+    page = max(rules.page(segment.kind), 1) if segment.expandable else segment.size
+    for address, size, state in segment.blocks:
+        if state != FREE:
+            yield address, size, state
+            continue
+        end = address + size
+        first = base - (base - address) // page * page  # the page that begins in it, or after it
+        last = base + (end - base) // page * page
+        if first >= last:
+            yield address, size, SPLIT_FREE
+            continue
+        if address < first:
+            yield address, first - address, SPLIT_FREE
+        yield first, last - first, CACHED_FREE
+        if last < end:
+            yield last, end - last, SPLIT_FREE
