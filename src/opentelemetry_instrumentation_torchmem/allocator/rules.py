@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PyTorch's caching allocator does with a request: how it rounds, which free block serves it, what it
+asks of the driver. Arithmetic alone, held against the real allocator by ``tests/truth``.
+
+Sizes are bytes. "Small" requests, up to 1 MiB when rounded, and "large" ones have pools of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .settings import AllocatorSettings
+
+SMALL, LARGE = "small", "large"
+
+_MIB = 1 << 20
+_STEP = 512
+_SMALL_MOST = _MIB
+_SMALL_SEGMENT = 2 * _MIB
+_LARGE_SEGMENT = 20 * _MIB
+_OWN_SEGMENT = 10 * _MIB  # from here on a request gets a segment of its own
+_OWN_STEP = 2 * _MIB
+_NON_SPLIT_ROUNDING = 20 * _MIB
+
+
+class Between(NamedTuple):
+    """A figure as far as it is known: the truth is neither below ``least`` nor above ``most``."""
+
+    least: int
+    most: int
+
+    @property
+    def exact(self) -> bool:
+        return self.least == self.most
+
+
+class FreeBlock(NamedTuple):
+    """In the order in which the allocator looks for the best fit."""
+
+    size: int
+    address: int
+    grows: bool = False
+    """Unmapped addresses follow it, as far as a snapshot shows: only the last block of a range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The allocator's rules under its settings.
+
+    Example:
+        >>> Rules.of(AllocatorSettings.parse("", "default")).largest_asking(limit=25 << 20) >> 20
+        24
+    """
+
+    expandable: bool
+    divisions: tuple[int, ...] | None
+    large_segment: int
+    max_split: int | None
+    non_split_rounding: int
+    refuses_early: bool
+    """The request is refused, before anything is given back, if it would exceed the device's total."""
+
+    @classmethod
+    def of(cls, settings: AllocatorSettings) -> Rules:
+        return cls(
+            settings.expandable_segments,
+            settings.divisions,
+            settings.large_segment_size or _LARGE_SEGMENT,
+            settings.max_split_size,
+            settings.max_non_split_rounding or _NON_SPLIT_ROUNDING,
+            settings.throw_on_cudamalloc_oom,
+        )
+
+    @property
+    def small_most(self) -> int:
+        """The largest small request."""
+        return _SMALL_MOST
+
+    def page(self, kind: str) -> int:
+        """What is mapped and unmapped as a whole in an expandable segment."""
+        return _SMALL_SEGMENT if kind == SMALL else self.large_segment
+
+    def round_down(self, size: int) -> int:
+        """The largest size up to this one that rounding leaves as it is."""
+        size -= size % _STEP
+        divisions = self._divisions_of(size)
+        if divisions > 1 and size > _STEP * divisions:
+            size -= size % (_floor_power(size) // divisions)
+        return size
+
+    def asked(self, size: int) -> int:
+        """What is asked of the driver for a rounded request that no free block serves."""
+        if size <= _SMALL_MOST:
+            return _SMALL_SEGMENT
+        if size < _OWN_SEGMENT:
+            return self.large_segment
+        return -(-size // _OWN_STEP) * _OWN_STEP
+
+    def largest_asking(self, limit: int, above: int = 0, upto: int | None = None) -> int:
+        """The largest request, more than ``above`` and no more than ``upto``, that asks for no more than
+        the limit; 0 if there is none. More can fail while less succeeds: 12 MiB ask for 12, 5 MiB for 20.
+        """
+        bounds = (limit - limit % _OWN_STEP, _OWN_SEGMENT - _STEP, _SMALL_MOST)
+        sizes = [self.round_down(bound if upto is None else min(bound, upto)) for bound in bounds]
+        return max((size for size in sizes if size > above and self.asked(size) <= limit), default=0)
+
+    def largest_served(self, kind: str, sizes: Iterable[int]) -> int:
+        """The largest request that free blocks of these sizes serve, ``max_split`` aside."""
+        return self._within(kind, max(sizes, default=0))
+
+    def served(self, kind: str, blocks: Iterable[FreeBlock]) -> Between:
+        """The largest request that these free blocks serve.
+
+        Of two blocks that can grow the allocator takes the one that can grow less, even if it is larger
+        now, and how far each can is not known. With ``max_split`` the larger one may be refused.
+        """
+        ordered = sorted(blocks)
+        most = 0
+        for index in range(len(ordered) - 1, -1, -1):
+            below = ordered[index - 1].size if index else 0
+            size = self._within(kind, ordered[index].size)
+            if size <= below:  # a smaller block is the best fit
+                continue
+            answers = [self._allows(size, block.size) for block in _may_take(ordered, index)]
+            if any(answers):
+                most = most or size
+            if all(answers):
+                return Between(size, most)
+        return Between(0, most)
+
+    def _within(self, kind: str, block: int) -> int:
+        """The largest request of a kind that fits into a block."""
+        if kind == SMALL:
+            return self.round_down(min(block, _SMALL_MOST))
+        size = self.round_down(block)
+        return size if size > _SMALL_MOST else 0
+
+    def _allows(self, size: int, block: int) -> bool:
+        if self.max_split is None:
+            return True
+        if size < self.max_split:
+            return block < self.max_split
+        return block < size + self.non_split_rounding
+
+    def _divisions_of(self, size: int) -> int:
+        if self.divisions is None or not size:
+            return 0
+        return self.divisions[min(max(size.bit_length() - 21, 0), len(self.divisions) - 1)]
+
+
+def address_range(settings: AllocatorSettings, total: int, page: int) -> int:
+    """The bytes of addresses that an expandable segment spans, at least: no single request exceeds them."""
+    full = total + total // 8
+    by_class = (settings.expandable_segments_reserve_by_class or "").strip("[] ").split(",")
+    texts = [settings.expandable_segments_reserve or "", *(item.rpartition(":")[2] for item in by_class)]
+    reserves = [size for size in (_reserve(text, total) for text in texts) if size > 0]
+    return -(-min([full, *reserves]) // page) * page
+
+
+def _reserve(text: str, total: int) -> int:
+    """``0.5`` of the device or ``40G``; 0 where torch would not take it."""
+    text = text.strip()
+    try:
+        return int(float(text[:-1]) * (1 << 30)) if text.endswith("G") else int(float(text) * total)
+    except (ValueError, OverflowError):
+        return 0
+
+
+def _may_take(ordered: Sequence[FreeBlock], index: int) -> list[FreeBlock]:
+    """The blocks that the search may end at that begins with this one."""
+    taken = [ordered[index]]
+    while ordered[index].grows and index + 1 < len(ordered):
+        index += 1
+        taken.append(ordered[index])
+    return taken
+
+
+def _floor_power(size: int) -> int:
+    return 1 << (size.bit_length() - 1)

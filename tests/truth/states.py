@@ -1,0 +1,491 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random states of the real allocator, and the judge: what the analysis says against what then happens.
+
+A walk is a process of its own, forked from one that has imported torch and not touched CUDA. It allocates,
+frees, captures and so on at random, stops a few times and has each stop judged. The judge asks the allocator
+itself, in forked copies that leave the state as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from emulator import control
+
+MIB = 1 << 20
+MEMORY = "640MiB"
+DEVICES = 2
+
+
+@dataclass(frozen=True)
+class Mode:
+    conf: str = ""
+    fraction: bool = False
+    """The process's share of the device changes now and then."""
+    switched: tuple[str, ...] = ()
+    """Settings that come into force at run time."""
+
+
+ON, OFF = "expandable_segments:True", "expandable_segments:False"
+
+MODES = {
+    "native": Mode(),
+    "expandable": Mode(ON),
+    "switched": Mode(switched=(ON, OFF)),
+    "switched, large segments": Mode("large_segment_size_mb:32", switched=(ON, OFF)),
+    "switched, split limit": Mode("max_split_size_mb:24", switched=(ON, OFF, "max_split_size_mb:40")),
+    "split limit": Mode("max_split_size_mb:24"),
+    "split limit, rounding": Mode("max_split_size_mb:32,max_non_split_rounding_mb:48"),
+    "split limit, roundup": Mode("max_split_size_mb:24,roundup_power2_divisions:2"),
+    "split limit, expandable": Mode(f"max_split_size_mb:24,{ON}"),
+    "split limit, roundup, expandable": Mode(f"max_split_size_mb:24,roundup_power2_divisions:2,{ON}"),
+    "roundup": Mode("roundup_power2_divisions:4"),
+    "roundup list": Mode("roundup_power2_divisions:[1:2,8:4,32:1,>:8]"),
+    "roundup, expandable": Mode(f"roundup_power2_divisions:[1:4,16:2,>:4],{ON}"),
+    "fraction": Mode(fraction=True),
+    "fraction, expandable": Mode(ON, fraction=True),
+    "gc": Mode("garbage_collection_threshold:0.3", fraction=True),
+    "gc, expandable": Mode(f"garbage_collection_threshold:0.3,{ON}", fraction=True),
+    "large segments of 12": Mode("large_segment_size_mb:12"),
+    "large segments of 64": Mode("large_segment_size_mb:64"),
+    "large segments of 12, expandable": Mode(f"large_segment_size_mb:12,{ON}"),
+    "large segments of 64, expandable": Mode(f"large_segment_size_mb:64,{ON}"),
+    "throw": Mode("throw_on_cudamalloc_oom:True"),
+    "throw, expandable": Mode(f"throw_on_cudamalloc_oom:True,{ON}"),
+    "throw, fraction": Mode("throw_on_cudamalloc_oom:True", fraction=True),
+    "reserve": Mode(f"expandable_segments_reserve:0.25,{ON}"),
+}
+
+GROWING = ("cudaMalloc", "cuMemCreate")
+
+
+@dataclass
+class Tally:
+    """What came of some states of one mode."""
+
+    states: int = 0
+    exact: int = 0
+    untouched: int = 0
+    """Nothing was ever unmapped before them."""
+    absent: dict[str, int] = field(default_factory=dict)
+    below: list[int] = field(default_factory=list)
+    """How far the headroom lay below the truth, where it was not exact and this was measured."""
+    mismatches: list[str] = field(default_factory=list)
+
+    def add(self, other: dict[str, Any]) -> None:
+        self.states += other["states"]
+        self.exact += other["exact"]
+        self.untouched += other["untouched"]
+        self.below += other["below"]
+        self.mismatches += other["mismatches"]
+        for reason, count in other["absent"].items():
+            self.absent[reason] = self.absent.get(reason, 0) + count
+
+
+def judged(mode: str, seeds: list[int], stops: int = 4) -> dict[str, Any]:
+    """Walks with these seeds. The settings are those of the environment, or are made now if it has none."""
+    import torch
+
+    assert not torch.cuda.is_initialized()
+    tally = Tally()
+    for seed in seeds:
+        for line in _forked(lambda seed=seed: _walk(mode, seed, stops)):
+            tally.add(json.loads(line))
+    return vars(tally)
+
+
+def _forked(body: Callable[[], Iterator[dict[str, Any]]]) -> list[str]:
+    """What a forked copy yields, as lines of JSON."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        with os.fdopen(writing, "w") as out:
+            try:
+                for each in body():
+                    out.write(json.dumps(each) + "\n")
+            except BaseException:
+                out.write(json.dumps({**vars(Tally()), "mismatches": [traceback.format_exc()]}) + "\n")
+            out.flush()
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as lines:
+        said = list(lines)
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        said.append(json.dumps({**vars(Tally()), "mismatches": [f"the walk ended with {code}"]}))
+    return said
+
+
+class Walk:
+    """One process's random doings."""
+
+    def __init__(self, mode: Mode, chance: random.Random) -> None:
+        import torch
+
+        self.torch = torch
+        self.mode = mode
+        self.chance = chance
+        self.devices = range(torch.cuda.device_count())
+        self.streams = {
+            device: [
+                torch.cuda.default_stream(device),
+                *(torch.cuda.Stream(device) for _ in range(chance.randrange(3))),
+            ]
+            for device in self.devices
+        }
+        self.kept: list[Any] = []
+        self.pools: list[tuple[int, Any, list[Any]]] = []
+        self.graphs: list[tuple[Any, list[Any]]] = []
+        self.external = dict.fromkeys(self.devices, 0)
+        self.scale = chance.choice([1, 4, 16])
+        self.doings = [
+            (self.allocate, 40),
+            (self.free, 22),
+            (self.free_pending, 8 if chance.random() < 0.5 else 0),
+            (self.complete, 2),
+            (self.pool, 2 if chance.random() < 0.4 else 0),
+            (self.in_pool, 4),
+            (self.drop_pool, 1),
+            (self.graph, 1 if chance.random() < 0.3 else 0),
+            (self.drop_graph, 1),
+            (self.others, 2),
+            (self.empty_cache, 1 if chance.random() < 0.4 else 0),
+            (self.too_much, 1 if chance.random() < 0.4 else 0),
+            (self.fraction, 2 if mode.fraction else 0),
+            (self.switch, 3 if mode.switched else 0),
+        ]
+        if mode.fraction:
+            for device in self.devices:
+                torch.cuda.set_per_process_memory_fraction(chance.choice([0.4, 0.7, 0.9]), device)
+
+    def go(self, steps: int) -> None:
+        doings, weights = zip(*self.doings, strict=True)
+        for doing in self.chance.choices(doings, weights, k=steps):
+            with contextlib.suppress(self.torch.OutOfMemoryError):
+                doing()
+
+    # ---- what it does ----
+
+    def size(self) -> int:
+        chance = self.chance
+        size = chance.choice(
+            [
+                chance.randrange(1, MIB),
+                chance.randrange(MIB, 10 * MIB),
+                chance.randrange(MIB, 24 * MIB),
+                chance.randrange(10 * MIB, 120 * MIB) // chance.choice([1, self.scale]),
+                chance.randrange(1, 30) * MIB,
+                chance.randrange(1, 6) * 20 * MIB,
+            ]
+        )
+        return max(1, size + chance.choice([0, 0, 0, 1, -1, 512]))
+
+    def empty(self, size: int, device: int, stream: Any) -> Any:
+        torch = self.torch
+        with torch.cuda.stream(stream):
+            return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+
+    def allocate(self) -> None:
+        device = self.chance.choices(self.devices, [3, 1])[0]
+        stream = self.chance.choice(self.streams[device])
+        for _ in range(self.chance.choice([1, 1, 3, 8])):
+            self.kept.append(self.empty(self.size(), device, stream))
+
+    def free(self) -> None:
+        for _ in range(self.chance.choice([1, 2, 5])):
+            if self.kept:
+                self.kept.pop(self.chance.randrange(len(self.kept)))
+
+    def free_pending(self) -> None:
+        if not self.kept:
+            return
+        tensor = self.kept.pop(self.chance.randrange(len(self.kept)))
+        other = self.chance.choice(self.streams[tensor.device.index])
+        if self.chance.random() < 0.7:
+            control.hold(other)
+        tensor.record_stream(other)
+
+    def complete(self) -> None:
+        if self.chance.random() < 0.5:
+            control.complete()
+        else:
+            control.release()
+
+    def pool(self) -> None:
+        if len(self.pools) < 2:
+            device = self.chance.choice(self.devices)
+            with self.torch.cuda.device(device):
+                pool = self.torch.cuda.MemPool(
+                    use_on_oom=self.chance.random() < 0.3, no_split=self.chance.random() < 0.2
+                )
+            self.pools.append((device, pool, []))
+            self.in_pool()
+
+    def in_pool(self) -> None:
+        if not self.pools:
+            return
+        device, pool, kept = self.chance.choice(self.pools)
+        if kept and self.chance.random() < 0.5:
+            kept.pop()
+            return
+        with self.torch.cuda.device(device), self.torch.cuda.use_mem_pool(pool):
+            kept.append(self.torch.empty(self.size(), dtype=self.torch.uint8, device=f"cuda:{device}"))
+
+    def drop_pool(self) -> None:
+        if not self.pools:
+            return
+        _, pool, kept = self.pools.pop(self.chance.randrange(len(self.pools)))
+        expandable = bool(self.torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+        if not expandable and not self.mode.switched and self.chance.random() < 0.5:
+            self.kept += kept  # with expandable segments torch unmaps these twice
+            kept = []
+        kept.clear()
+        del pool
+
+    def graph(self) -> None:
+        torch = self.torch
+        if len(self.graphs) >= 2:
+            return
+        control.release()
+        device = self.chance.choice(self.devices)
+        kept: list[Any] = []
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream(device)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    for _ in range(self.chance.randrange(1, 5)):
+                        kept.append(torch.empty(self.size(), dtype=torch.uint8, device=f"cuda:{device}"))
+                        if self.chance.random() < 0.5:
+                            kept.pop(self.chance.randrange(len(kept)))
+        self.graphs.append((graph, kept))
+
+    def drop_graph(self) -> None:
+        if self.graphs:
+            graph, kept = self.graphs.pop(self.chance.randrange(len(self.graphs)))
+            kept.clear()
+            graph.reset()
+
+    def others(self) -> None:
+        """Another process takes or gives back memory."""
+        device = self.chance.choice(self.devices)
+        taken = self.external[device]
+        if taken and self.chance.random() < 0.4:
+            control.external_free(device, taken)
+            self.external[device] = 0
+            return
+        size = self.chance.choice([self.chance.randrange(1, 200 * MIB), self.chance.randrange(1, 100) * MIB])
+        with contextlib.suppress(MemoryError):
+            control.external_malloc(device, size)
+            self.external[device] += size
+
+    def empty_cache(self) -> None:
+        self.torch.cuda.empty_cache()
+
+    def too_much(self) -> None:
+        device = self.chance.choice(self.devices)
+        self.empty(self.chance.randrange(200, 1000) * MIB, device, self.streams[device][0])
+
+    def fraction(self) -> None:
+        device = self.chance.choice(self.devices)
+        share = self.chance.choice([1.0, 0.9, 0.5, self.chance.uniform(0.2, 1)])
+        self.torch.cuda.set_per_process_memory_fraction(share, device)
+
+    def switch(self) -> None:
+        set_settings(self.torch, self.chance.choice(self.mode.switched))
+
+    @property
+    def live_pools(self) -> set[tuple[int, int]]:
+        return {pool.id for _, pool, _ in self.pools} | {graph.pool() for graph, _ in self.graphs}
+
+
+def set_settings(torch: Any, text: str) -> None:
+    name = "_accelerator_setAllocatorSettings"
+    setter = getattr(torch._C, name, None) or torch._C._cuda_cudaCachingAllocator_set_allocator_settings
+    setter(text)
+
+
+def _walk(mode: str, seed: int, stops: int) -> Iterator[dict[str, Any]]:
+    import torch
+
+    of_mode = MODES[mode]
+    if of_mode.conf and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = of_mode.conf
+        set_settings(torch, of_mode.conf)
+    chance = random.Random(f"{mode}/{seed}")
+    walk = Walk(of_mode, chance)
+    for stop in range(stops):
+        walk.go(chance.choice([4, 12, 30]))
+        device = chance.choices(walk.devices, [3, 1])[0]
+        live_pools = walk.live_pools if chance.random() < 0.7 else None
+        where = f"{mode}, seed {seed}, stop {stop}, cuda:{device}"
+        yield vars(Judge(torch, device, live_pools, chance, where).tally)
+
+
+class Judge:
+    """Holds one device's state against what its analysis says."""
+
+    def __init__(self, torch: Any, device: int, live_pools: Any, chance: random.Random, where: str) -> None:
+        from opentelemetry_instrumentation_torchmem.allocator import snapshot
+        from opentelemetry_instrumentation_torchmem.allocator.reading import DriverMemory
+        from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorSettings
+
+        self.torch, self.device, self.chance, self.where = torch, device, chance, where
+        self.tally = Tally(states=1)
+        whole = torch.cuda.memory._snapshot()
+        self.settings = AllocatorSettings.of_snapshot(whole["allocator_settings"], os.environ)
+        self.segments = torch.cuda.memory_snapshot()
+        self.statistics = torch.cuda.memory_stats_as_nested_dict(device)
+        limits = snapshot.Limits(
+            driver=DriverMemory(*torch.cuda.mem_get_info(device)),
+            fraction=torch.cuda.get_per_process_memory_fraction(device),
+            reserved=self.statistics["reserved_bytes"]["all"]["current"],
+            untouched=snapshot.never_released(self.statistics),
+        )
+        self.untouched = limits.untouched
+        self.map = snapshot.analyse(self.segments, self.settings, {device: limits}, live_pools=live_pools)[
+            device
+        ]
+        self.pools_known = live_pools is not None
+        self.ledger()
+        self.trapped()
+        self.free_blocks()
+        self.headroom()
+        for figure, reason in self.map.absent.items():
+            key = f"{figure}: {reason}"
+            self.tally.absent[key] = self.tally.absent.get(key, 0) + 1
+        self.tally.untouched = int(limits.untouched)
+
+    def expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.tally.mismatches.append(f"{self.where}: {what}; {self.describe()}")
+
+    def describe(self) -> str:
+        found = self.map
+        return (
+            f"headroom {found.headroom}, blocks {found.free_block_largest}, trapped {found.trapped}, "
+            f"untouched {self.untouched}, absent {dict(found.absent)}"
+        )
+
+    # ---- the oracle ----
+
+    def copy(self, body: Callable[[], int]) -> int:
+        """What the body returns in a forked copy."""
+        reading, writing = os.pipe()
+        child = control._call("emu_fork")
+        if child == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            try:
+                os.write(writing, str(body()).encode())
+            except BaseException as error:
+                os.write(writing, repr(error).encode())
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as lines:
+            said = lines.read()
+        os.waitpid(child, 0)
+        return int(said)
+
+    def attempt(self, size: int) -> tuple[bool, bool]:
+        """Whether a request succeeds now, and whether that takes no call of the driver."""
+        torch = self.torch
+
+        def body() -> int:
+            before = sum(map(control.count, GROWING))
+            try:
+                torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.device}")
+            except torch.OutOfMemoryError:
+                return 0
+            return 2 if sum(map(control.count, GROWING)) == before else 1
+
+        answer = self.copy(body)
+        return answer > 0, answer == 2
+
+    # ---- what must hold ----
+
+    def ledger(self) -> None:
+        found, figures = self.map, self.statistics
+        current = {
+            key: value["all"]["current"]
+            for key, value in figures.items()
+            if isinstance(value, dict) and "all" in value
+        }
+        self.expect(found.reserved == current["reserved_bytes"], "reserved")
+        self.expect(found.allocated == current["allocated_bytes"], "allocated")
+        self.expect(
+            found.pending_free == current["active_bytes"] - current["allocated_bytes"], "pending frees"
+        )
+        self.expect(
+            sum(sum(place.free) for place in found.places) == found.free,
+            "the free blocks are not what is free",
+        )
+        if found.split_free is not None:
+            self.expect(found.split_free + (found.cached_free or 0) == found.free, "the ledger has a gap")
+            if not found.pending_free:
+                self.expect(
+                    (found.split_free, found.split_free) == found.trapped, "split_free is not trapped"
+                )
+
+    def trapped(self) -> None:
+        torch, device = self.torch, self.device
+
+        def body() -> int:
+            torch.cuda.empty_cache()
+            left = torch.cuda.memory_stats_as_nested_dict(device)
+            return left["reserved_bytes"]["all"]["current"] - left["active_bytes"]["all"]["current"]
+
+        found = self.map.trapped
+        if found is None:
+            return
+        left = self.copy(body)
+        self.expect(found.least <= left <= found.most, f"{left} remained trapped")
+        if self.pools_known:
+            self.expect(found.exact, "trapped is not exact with the pools known")
+
+    def free_blocks(self) -> None:
+        blocks = self.map.free_block_largest
+        if blocks is None:
+            return
+        for kind, (least, most) in blocks.items():
+            if least:
+                self.expect(self.attempt(least) == (True, True), f"{kind}: {least} is not served by a block")
+            above = max(most, MIB if kind == "large" else 0) + 1
+            if kind == "large" or above <= MIB:
+                self.expect(not self.attempt(above)[1], f"{kind}: {above} is served by a block")
+
+    def headroom(self) -> None:
+        if self.map.headroom is None:
+            return
+        least, most = self.map.headroom
+        self.tally.exact = int(least == most)
+        if least:
+            self.expect(self.attempt(least)[0], f"{least} fails")
+        total = self.torch.cuda.get_device_properties(self.device).total_memory
+        larger = [most + 2 * MIB, most + 20 * MIB, self.chance.randrange(most + 1, 2 * total), MIB, 10 * MIB]
+        larger += [block["size"] for each in self.segments for block in each["blocks"]]
+        larger = sorted({size for size in larger if size > most + 1})
+        for size in (most + 1, *self.chance.sample(larger, min(2, len(larger)))):
+            self.expect(not self.attempt(size)[0], f"{size} succeeds")
+        if least == most or self.map.absent["headroom"] != "unmapped_addresses":
+            return
+        page = self.settings.large_segment_size or 20 * MIB
+        self.expect(not self.attempt(least + page + 1)[0], f"a page more, {least + page + 1}, succeeds")
+        if self.chance.random() < 0.3:
+            low, high = least // 512, most // 512
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if self.attempt(middle * 512)[0] else (low, middle - 1)
+            self.tally.below.append(low * 512 - least)
+
+
+if __name__ == "__main__":  # one mode in one process: run.py starts it on the emulated GPU
+    print(json.dumps(judged(sys.argv[1], list(range(int(sys.argv[2]), int(sys.argv[3]))))))
