@@ -477,9 +477,8 @@ def enriched() -> dict:
             unmeasured = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
             kept.append(unmeasured)
     kept.append(step(10))  # no span to enrich
-    with tracer.start_as_current_span("failing"):
-        with contextlib.suppress(torch.OutOfMemoryError):
-            step(1 << 20)
+    with tracer.start_as_current_span("failing"), contextlib.suppress(torch.OutOfMemoryError):
+        step(1 << 20)
     exported.collect()
     return {
         "spans": [
