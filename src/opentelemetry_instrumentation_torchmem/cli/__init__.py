@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from . import top
+from . import snapshot, top
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class _Command:
 
 
 _COMMANDS = {
+    "snapshot": _Command(snapshot.ABOUT, snapshot.DESCRIPTION, snapshot.add_arguments, snapshot.run),
     "top": _Command(top.ABOUT, top.DESCRIPTION, top.add_arguments, top.run),
 }
 

@@ -20,8 +20,8 @@ MAX_STACK = 1_000_000
 
 _CHECK_EVERY = 65_536
 # What CPython takes for each, roughly and rather more than less.
-_LIST_COST, _DICT_COST, _ITEM_COST, _ENTRY_COST, _MARK_COST, _TEXT_COST = 64, 64, 8, 48, 64, 56
-_MEMO_COST = 64
+_LIST_COST, _DICT_COST, _ITEM_COST, _ENTRY_COST, _MARK_COST, _TEXT_COST = 64, 64, 10, 64, 64, 56
+_MEMO_COST, _NUMBER_COST = 128, 32
 _LONG = 32  # a signed 64-bit integer takes 9 bytes; one of more than 32 is no address and no size
 
 
@@ -149,18 +149,22 @@ class _Machine:
         self._at += 1
 
     def int2(self) -> None:
+        self._take(_NUMBER_COST)
         self._stack.append(self._number(2))
 
     def int4(self) -> None:
+        self._take(_NUMBER_COST)
         self._stack.append(int.from_bytes(self._bytes(4), "little", signed=True))
 
     def long1(self) -> None:
         count = self._number(1)
         if count > _LONG:
             raise PlainDataError(f"an integer of {count} bytes at byte {self._at:,}")
+        self._take(_NUMBER_COST + count)
         self._stack.append(int.from_bytes(self._bytes(count), "little", signed=True))
 
     def float8(self) -> None:
+        self._take(_NUMBER_COST)
         self._stack.append(struct.unpack(">d", self._bytes(8))[0])
 
     def text1(self) -> None:
