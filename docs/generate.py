@@ -17,10 +17,12 @@ import yaml
 
 from opentelemetry_instrumentation_torchmem.config import Config
 from opentelemetry_instrumentation_torchmem.signals import (
+    EVENTS,
     METRICS,
     REQUEST_METRICS,
     SPANS,
     Attribute,
+    Event,
     Metric,
     RequestMetric,
     Span,
@@ -35,7 +37,7 @@ GENERATED = "Generated from signals.py by `make docs`: do not edit."
 
 def attributes() -> list[Attribute]:
     """Every attribute of the table, once, in the order of its first use."""
-    rows = (*METRICS, *REQUEST_METRICS, *SPANS)
+    rows = (*METRICS, *REQUEST_METRICS, *SPANS, *EVENTS)
     first: dict[str, Attribute] = {}
     for attribute in (attribute for row in rows for attribute in row.attributes):
         first.setdefault(attribute.name, attribute)
@@ -68,7 +70,10 @@ def metrics_page() -> str:
         "",
         "## Spans",
         "",
-        *(line for span in SPANS for line in _span_lines(span)),
+        *(line for span in SPANS for line in _lines(span)),
+        "## Events",
+        "",
+        *(line for event in EVENTS for line in (f"### `{event.name}`", "", *_lines(event))),
         "## Attributes",
         "",
         "| attribute | type | meaning | there |",
@@ -97,13 +102,13 @@ def readme() -> str:
     return head + OPTIONS_BEGIN + "\n" + "\n".join(lines) + "\n" + OPTIONS_END + tail
 
 
-def _span_lines(span: Span) -> list[str]:
+def _lines(row: Span | Event) -> list[str]:
     return [
-        span.about,
+        row.about,
         "",
         "| attribute | type | meaning | there |",
         "|---|---|---|---|",
-        *(_attribute_line(attribute) for attribute in span.attributes),
+        *(_attribute_line(attribute) for attribute in row.attributes),
         "",
     ]
 
@@ -136,6 +141,7 @@ def registry() -> dict[str, Any]:
         },
         "metrics.yaml": {"groups": [_registry_metric(row) for row in (*METRICS, *REQUEST_METRICS)]},
         "spans.yaml": {"groups": [_registry_span(span) for span in SPANS]},
+        "events.yaml": {"groups": [_registry_event(event) for event in EVENTS]},
     }
 
 
@@ -176,6 +182,17 @@ def _registry_span(span: Span) -> dict[str, Any]:
         "brief": span.about,
         "stability": "development",
         "attributes": [{"ref": a.name, "requirement_level": _level(a)} for a in span.attributes],
+    }
+
+
+def _registry_event(event: Event) -> dict[str, Any]:
+    return {
+        "id": f"event.{event.name}",
+        "type": "event",
+        "name": event.name,
+        "brief": event.about,
+        "stability": "development",
+        "attributes": [{"ref": a.name, "requirement_level": _level(a)} for a in event.attributes],
     }
 
 

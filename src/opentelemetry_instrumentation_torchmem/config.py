@@ -48,6 +48,32 @@ def _seconds(value: object) -> float:
     return seconds
 
 
+def _count(value: object) -> int:
+    try:
+        count = int(value) if isinstance(value, (int, str)) and not isinstance(value, bool) else -1
+    except ValueError:
+        count = -1
+    if count < 0:
+        raise _NotAllowedError("a whole number from 0 up")
+    return count
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise _NotAllowedError("a text")
+    return value.strip()
+
+
+def _share(value: object) -> float:
+    try:
+        share = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else nan
+    except ValueError:
+        share = nan
+    if not 0 <= share <= 0.1:
+        raise _NotAllowedError("a number from 0 to 0.1")
+    return share
+
+
 def _yes_or_no(value: object) -> bool:
     known = {
         "true": True,
@@ -118,6 +144,12 @@ class Config:
         15.0,
         "Seconds for which a request's reading serves the collections while requests are in flight.",
     )
+    snapshot_share: float = _option(
+        _share,
+        0.001,
+        "The share of time that memory snapshots may take, 0 to 0.1; 0 for none, and no figure that needs one "
+        "(headroom, largest free block, private pools; fragmentation under expandable segments).",
+    )
     request_metrics: bool = _option(_yes_or_no, True, "Whether the metrics of requests are recorded.")
     targets: tuple[TargetSpec, ...] = _option(
         _targets,
@@ -134,6 +166,22 @@ class Config:
         "Where a measured call is told: on a `new` span, on the current one (`enrich`), or `off`: in metrics "
         "alone. A target's own choice beats it.",
     )
+    oom_evidence: bool = _option(
+        _yes_or_no,
+        True,
+        "Whether the evidence of an out of memory error is taken and told: an event on the active span, a "
+        "log record, and its verdict counted.",
+    )
+    oom_dump_dir: str = _option(
+        _text,
+        "",
+        "The directory that snapshots of out of memory errors are written to, in the format of PyTorch's "
+        "memory_viz and `torchmem snapshot`; none where it is empty.",
+    )
+    oom_dump_max_files: int = _option(
+        _count, 10, "How many such snapshots the directory may hold. None is ever deleted."
+    )
+    oom_dump_max_mib: int = _option(_count, 256, "How large they may be together, in MiB.")
     excluded_metrics: tuple[str, ...] = _option(
         _names, (), "Names or globs of metrics that are not made: `torch.memory.host.*`."
     )

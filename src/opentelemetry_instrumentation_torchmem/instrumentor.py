@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any
 
 import wrapt
+from opentelemetry._logs import LoggerProvider
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
 from opentelemetry.metrics import MeterProvider, get_meter_provider
 from opentelemetry.trace import ProxyTracerProvider, TracerProvider, get_tracer, get_tracer_provider
 
+from . import oom
+from .allocator.dump import DumpDirectory
 from .allocator.pools import PoolWatch
+from .allocator.reading import AllocatorReading
 from .allocator.sampler import Sampler
 from .allocator.windows import OpenWindows
 from .config import Config
@@ -63,6 +67,7 @@ class _Wiring:
         telemetry: OwnTelemetry,
         meter_provider: MeterProvider | None = None,
         tracer_provider: TracerProvider | None = None,
+        logger_provider: LoggerProvider | None = None,
         request_hook: Hook | None = None,
         response_hook: Hook | None = None,
         **options: object,
@@ -80,6 +85,13 @@ class _Wiring:
             max_reading_age=config.max_reading_age,
         )
         self._registration = registration(meter_provider)
+        self._ooms = oom.OomWatch(
+            sampler,
+            telemetry,
+            oom.OomLog(logger_provider),
+            _dumps(config),
+            in_flight=self._in_flight,
+        )
         self._requests = Requests(
             get_tracer(NAME, __version__, tracer_provider),
             self._registration.records(config.excludes),
@@ -89,6 +101,7 @@ class _Wiring:
             awake=_awake(tracer_provider, meter_provider, config.request_metrics),
             request_hook=request_hook,
             response_hook=response_hook,
+            out_of_memory=self._ooms.request_failed if config.oom_evidence else None,
         )
         self._registration.plug(
             Feed(
@@ -97,6 +110,7 @@ class _Wiring:
                 config.excludes,
                 before=self._requests.before_collection,
                 targets=self._requests.active,
+                ooms=self._ooms.counts,
             )
         )
         self._targets = Targets(
@@ -104,6 +118,9 @@ class _Wiring:
         )
         self._when_imported("torch.cuda.memory", self._pools.install)
         self._when_imported("torch", torch_imported)
+        if config.oom_evidence:
+            oom.activate(self._ooms)
+            self._when_imported("torch", oom.torch_imported)
         self._targets.install()
         track.activate(self._requests, config.span)
 
@@ -119,14 +136,24 @@ class _Wiring:
 
         wrapt.register_post_import_hook(imported, module)
 
+    def _in_flight(self) -> Sequence[tuple[str, float, Sequence[AllocatorReading]]]:
+        return self._requests.in_flight()
+
     def undo(self) -> None:
         """Put back what was touched; the series vanish."""
         self._undone = True
+        oom.deactivate()
         track.deactivate()
         self._targets.undo()
         self._requests.close()
         self._registration.unplug()
         self._pools.remove()
+
+
+def _dumps(config: Config) -> DumpDirectory | None:
+    if not (config.oom_evidence and config.oom_dump_dir):
+        return None
+    return DumpDirectory(config.oom_dump_dir, config.oom_dump_max_files, config.oom_dump_max_mib << 20)
 
 
 def _awake(

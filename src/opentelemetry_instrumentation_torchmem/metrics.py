@@ -43,7 +43,9 @@ class Feed:
         *,
         before: Callable[[], None],
         targets: Callable[[], Sequence[Subject]],
+        ooms: Callable[[int], Mapping[str, int] | None] = lambda _: None,
     ) -> None:
+        self._ooms = ooms
         self._before = before
         self._targets = targets
         self.rows = tuple(row for row in METRICS if not excluded(row.name))
@@ -82,6 +84,9 @@ class Feed:
         return {
             Per.TARGET: targets,
             Per.DEVICE: [(state, _device_attributes(device)) for device, state in picture.devices],
+            Per.OOM: [
+                (self._ooms(device.index), _device_attributes(device)) for device, _ in picture.devices
+            ],
             Per.HOST: [] if picture.host is None else [(picture.host, {})],
             Per.PROCESS: [(picture, {})],
             Per.PACKAGE: [(self._telemetry, {})],

@@ -6,11 +6,14 @@ Instruments, docs/METRICS.md and docs/registry/ are made from the rows; to add a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from .allocator.verdict import VERDICTS
+from .allocator.snapshot import ABSENT
 from .telemetry import REASONS, STEPS
 
 
@@ -49,6 +52,8 @@ class Per(Enum):
     """The process's allocator: a ``Collection``."""
     PACKAGE = "package"
     """This package's own work: ``OwnTelemetry``."""
+    OOM = "oom"
+    """Each used device's out of memory errors: their number by verdict."""
     TARGET = "target"
     """Each target's requests in flight: their number."""
 
@@ -101,6 +106,15 @@ class Span:
     attributes: tuple[Attribute, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A row for an event: on the active span, and as a log record."""
+
+    name: str
+    about: str
+    attributes: tuple[Attribute, ...]
+
+
 DEVICE = Attribute("torch.device", "The device as torch names it.", examples=("cuda:0",))
 HARDWARE_ID = Attribute(
     "hw.id",
@@ -132,6 +146,11 @@ STEP = Attribute(
     "torch.memory.telemetry.step",
     "A part of this package's work.",
     members=STEPS,
+)
+ABSENCE = Attribute(
+    "torch.memory.telemetry.absence",
+    "Why a figure of the last snapshot is absent, or less than it might be.",
+    members=ABSENT,
 )
 REASON = Attribute("torch.memory.telemetry.reason", "Why something was not done.", members=REASONS)
 
@@ -270,8 +289,117 @@ DTYPES = Attribute(
     required="when there are tensors among the arguments",
 )
 
+OOM_VERDICT = Attribute(
+    "torch.memory.oom.verdict", "Why an allocation failed, by arithmetic on what was held.", members=VERDICTS
+)
+_EXAMINED = "when it was examined and the allocator could be read"
+OOM_SUMMARY = Attribute(
+    "torch.memory.oom.summary",
+    "The verdict in words, with its figures.",
+    examples=(
+        "cuda:0 is out of memory: 512.0 MiB asked of the driver, 96.0 MiB free of 16.00 GiB. Fragmented: "
+        "enough free in all, in no block that is large enough (1.25 GiB held and free, the largest block of "
+        "use 300.0 MiB).",
+    ),
+)
+
+
+def _oom(name: str, about: str, required: str = _EXAMINED) -> Attribute:
+    return Attribute(f"torch.memory.oom.{name}", about, "int", examples=(536870912,), required=required)
+
+
+OOM_ASKED = _oom(
+    "asked",
+    "Bytes asked of the driver: the request, rounded up to what a segment of its kind takes.",
+    "when it was examined and the driver was asked",
+)
+OOM_DEVICE_FREE = _oom(
+    "device_free", "Bytes free on the device, as the driver said.", "when the driver was asked"
+)
+OOM_DEVICE_TOTAL = _oom("device_total", "The device's total.")
+OOM_ALLOWED = _oom("allowed", "Bytes that the process may hold.", "when a memory fraction is set")
+OOM_RESERVED = _oom("reserved", "Bytes held from the driver after the allocator's own flush.")
+OOM_OWN_FREE = _oom("own_free", "Bytes held and free that the failing thread's stream may use.")
+OOM_OWN_LARGEST = _oom("own_largest", "The largest block of these that serves a request of that kind.")
+OOM_OTHER_STREAMS = _oom("other_streams_free", "Bytes held and free that only other streams may use.")
+OOM_PRIVATE_POOLS = _oom(
+    "private_pools_free", "Bytes held and free in the pools of CUDA graphs and MemPools."
+)
+OOM_PENDING_BEFORE = _oom(
+    "pending_before",
+    "Freed bytes that a recorded stream was not done with, before the allocator waited for it.",
+    "when there were any",
+)
+OOM_EXTERNAL_GROWTH = _oom(
+    "external_growth",
+    "Bytes that others use on the device, more than the least that was ever seen.",
+    "when it was seen before",
+)
+OOM_HEADROOM = _oom("headroom", "The largest request that would have succeeded.")
+OOM_FRAGMENTATION = Attribute(
+    "torch.memory.oom.fragmentation",
+    "The trapped share of what is held after the flush.",
+    "double",
+    examples=(0.3,),
+    required=_EXAMINED,
+)
+OOM_LEDGER = Attribute(
+    "torch.memory.oom.ledger",
+    "Where every byte of the device was after the flush, `state=bytes`: see torch.memory.usage.",
+    "string[]",
+    examples=(("allocated=8589934592", "split_free=1342177280"),),
+    required=_EXAMINED,
+)
+OOM_READINGS = Attribute(
+    "torch.memory.oom.readings",
+    "The readings of the last minutes, from before the flush, in brief: the oldest first, ages in seconds.",
+    "string[]",
+    examples=(("age=12.3 allocated=8589934592 pending_free=0 reserved=10737418240 retries=3",),),
+    required="when there are any",
+)
+OOM_REQUESTS = Attribute(
+    "torch.memory.oom.requests",
+    "The measured requests in flight, those first that grew most: never what they were about.",
+    "string[]",
+    examples=(("operation=generate age=1.250 reserved_growth=536870912",),),
+    required="when there are any",
+)
+OOM_IN_FLIGHT = Attribute(
+    "torch.memory.oom.requests_in_flight",
+    "How many there are.",
+    "int",
+    examples=(3,),
+    required="when there are any",
+)
+OOM_SETTINGS = Attribute(
+    "torch.memory.oom.settings",
+    "The allocator's settings in force, as written.",
+    examples=("expandable_segments:True",),
+    required="when there are any",
+)
+OOM_CAPTURING = Attribute(
+    "torch.memory.oom.capturing",
+    "Whether the stream was being captured into a CUDA graph: the allocator cannot flush its cache then.",
+    "boolean",
+    required=_EXAMINED,
+)
+OOM_MORE = Attribute(
+    "torch.memory.oom.more",
+    "Others on the device since the last one that was examined.",
+    "int",
+    examples=(812,),
+    required="when there were any",
+)
+OOM_DUMP = Attribute(
+    "torch.memory.oom.dump",
+    "The file that a snapshot was written to.",
+    examples=("/var/lib/app/oom/torchmem-oom-20250101T120000Z-4711-9f86d081884c7d65.pickle",),
+    required="when `oom_dump_dir` is set and there was room",
+)
+
 CARRIED: Mapping[Per, tuple[Attribute, ...]] = {
     Per.DEVICE: (DEVICE, HARDWARE_ID),
+    Per.OOM: (DEVICE, HARDWARE_ID),
     Per.TARGET: (OPERATION, FUNCTION),
 }
 """The attributes that every point of a kind of metric carries."""
@@ -313,9 +441,9 @@ METRICS: tuple[Metric, ...] = (
            "The most bytes held since the start or the user's last reset of the peaks.",
            lambda d: d.reading.reserved_peak),
     Metric("torch.memory.fragmentation", Kind.GAUGE, "1",
-           "The trapped share of what is held: split_free / reserved. Absent under expandable segments "
-           "and while nothing is reserved.",
-           lambda d: d.reading.fragmentation),
+           "The trapped share of what is held: split_free / reserved; under expandable segments from the last "
+           "snapshot. Absent while nothing is reserved.",
+           lambda d: d.fragmentation),
     Metric("torch.memory.slack", Kind.GAUGE, "1",
            "The unused share of what is held: 1 - active / reserved. Valid in every mode; cache is in it.",
            lambda d: d.reading.slack),
@@ -325,10 +453,30 @@ METRICS: tuple[Metric, ...] = (
            "Segments held from the driver. Absent under expandable segments.", _pooled("segment"), by=POOL),
     Metric("torch.memory.blocks", Kind.UP_DOWN_COUNTER, "{block}",
            "Blocks in use or freed with a recorded stream still pending.", _pooled("active"), by=POOL),
+    # what a snapshot tells
+    Metric("torch.memory.headroom", Kind.GAUGE, "By",
+           "The largest single request on the default stream and pool that is sure to succeed, the allocator's "
+           "own flush allowed: never above the truth. What others take meanwhile is not in it.",
+           lambda d: d.map and d.map.headroom and d.map.headroom.least),
+    Metric("torch.memory.free_block.largest", Kind.GAUGE, "By",
+           "The largest request on the default stream and pool that is served without asking the driver.",
+           lambda d: d.map and d.map.free_block_largest
+           and {kind: block.least for kind, block in d.map.free_block_largest.items()}, by=POOL),
+    Metric("torch.memory.private_pool.reserved", Kind.UP_DOWN_COUNTER, "By",
+           "Bytes held by the pools of CUDA graphs and by MemPools.", lambda d: d.map and d.map.private_reserved),
+    Metric("torch.memory.snapshot.age", Kind.GAUGE, "s",
+           "How old the snapshot is that this cycle's figures of free blocks come from.",
+           lambda d: d.map_age),
     # what happened
     Metric("torch.memory.allocation.retries", Kind.COUNTER, "{retry}",
            "Times the allocator freed all its cache and asked the driver again.", _total("retries")),
     Metric("torch.memory.ooms", Kind.COUNTER, "{error}", "Out of memory errors raised.", _total("ooms")),
+    Metric("torch.memory.oom.verdicts", Kind.COUNTER, "{error}",
+           "Out of memory errors by what explains them. Absent where the allocator has no observers.",
+           lambda counts: counts, per=Per.OOM, by=OOM_VERDICT),
+    Metric("torch.memory.oom.rejections", Kind.COUNTER, "{error}",
+           "Requests refused before the driver was asked. Absent unless throw_on_cudamalloc_oom is set.",
+           _total("oom_rejections")),
     Metric("torch.memory.device.allocations", Kind.COUNTER, "{allocation}",
            "Successful requests of memory to the driver: each costs time and may synchronise.",
            _total("device_allocations")),
@@ -366,6 +514,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("torch.memory.telemetry.duration", Kind.COUNTER, "s",
            "Time that this package spent reading; its rate is the share of one core it costs.",
            lambda t: t.seconds, per=Per.PACKAGE, by=STEP),
+    Metric("torch.memory.telemetry.absent", Kind.GAUGE, "{figure}",
+           "Figures of snapshots that are absent, or less than they might be, by why.",
+           lambda d: d.map and dict(Counter(d.map.absent.values())), by=ABSENCE),
     Metric("torch.memory.telemetry.skipped", Kind.COUNTER, "{skip}",
            "What this package chose not to do, or could not.",
            lambda t: t.skipped, per=Per.PACKAGE, by=REASON),
@@ -405,3 +556,15 @@ REQUEST_SPAN = Span(
      TURNOVER, FRAGMENTATION, CONCURRENT, EXCLUSIVE, SHAPES, DTYPES, ERROR_TYPE),
 )  # fmt: skip
 SPANS = (REQUEST_SPAN,)
+
+OOM_EVENT = Event(
+    "torch.memory.oom.evidence",
+    "Memory ran out on a device: an event on the active span and a log record of severity WARN. Of a "
+    "device's errors one in 10 seconds is examined at most; the rest is counted, and told on its spans as "
+    "`unexamined`.",
+    (DEVICE, HARDWARE_ID, OOM_VERDICT, OOM_SUMMARY, OOM_ASKED, OOM_DEVICE_FREE, OOM_DEVICE_TOTAL, OOM_ALLOWED,
+     OOM_RESERVED, OOM_OWN_FREE, OOM_OWN_LARGEST, OOM_OTHER_STREAMS, OOM_PRIVATE_POOLS, OOM_PENDING_BEFORE,
+     OOM_EXTERNAL_GROWTH, OOM_HEADROOM, OOM_FRAGMENTATION, OOM_LEDGER, OOM_READINGS, OOM_IN_FLIGHT,
+     OOM_REQUESTS, OOM_SETTINGS, OOM_CAPTURING, OOM_MORE, OOM_DUMP),
+)  # fmt: skip
+EVENTS = (OOM_EVENT,)

@@ -16,16 +16,23 @@ _logger = logging.getLogger(NAME)
 STEPS = {
     "stats": "The allocator's statistics, one call a device.",
     "device": "The driver's and the pinned host memory's figures.",
+    "snapshot": "Snapshots and what is made of them.",
+    "oom": "The evidence of out of memory errors, on the threads that failed.",
 }
 """``torch.memory.telemetry.step``: value -> what it is."""
 
 REASONS = {
     "pluggable_pool": "A reading beside a memory pool with its own allocator, which could hang the process.",
+    "snapshot_budget": "A snapshot: the ones before have used up their share of time.",
+    "snapshot_busy": "A snapshot: no moment without a request in flight came soon enough.",
+    "snapshot_capture": "A snapshot: a CUDA graph was being captured.",
+    "snapshot_unsafe": "A snapshot, where readings are not taken either.",
     "sampling": "A reading that `sampling=request` left to the requests.",
     "hook": "A request or response hook of the user's that raised.",
     "request": "A request that could not be measured, or an attribute of it: the log names it once.",
     "target": "A target that is not there, or cannot be wrapped.",
     "overflow": "A request counted under `other`: too many targets.",
+    "dump": "A snapshot of an out of memory error that was not written: the log says why once.",
     "error": "A part of a collection that raised; the log names it once.",
 }
 """``torch.memory.telemetry.reason``: value -> meaning."""

@@ -16,6 +16,7 @@ DEVICE_SERIES = {
     "usage", "limit", "allocated", "reserved", "active", "requested", "inactive_split", "allocated_peak",
     "reserved_peak", "fragmentation", "slack", "rounding", "segments", "blocks", "allocation.retries", "ooms",
     "device.allocations", "device.frees", "device.syncs", "allocations", "turnover", "reading.age",
+    "oom.verdicts",
 }  # fmt: skip
 PROCESS_SERIES = {
     "host.allocated", "host.reserved", "allocator.info", "telemetry.duration", "telemetry.skipped",

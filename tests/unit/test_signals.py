@@ -12,7 +12,7 @@ import yaml
 
 from opentelemetry_instrumentation_torchmem import signals
 from opentelemetry_instrumentation_torchmem.allocator.sampler import COUNTERS
-from opentelemetry_instrumentation_torchmem.signals import METRICS, REQUEST_METRICS, SPANS, Kind
+from opentelemetry_instrumentation_torchmem.signals import EVENTS, METRICS, REQUEST_METRICS, SPANS, Kind
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
@@ -44,7 +44,7 @@ def test_names_are_the_fields_own():
 @pytest.mark.parametrize("what", ["attributes", "metrics"])
 def test_no_name_is_the_namespace_of_another(what):
     if what == "attributes":
-        names = {a.name for row in (*METRICS, *REQUEST_METRICS, *SPANS) for a in row.attributes}
+        names = {a.name for row in (*METRICS, *REQUEST_METRICS, *SPANS, *EVENTS) for a in row.attributes}
     else:
         names = {row.name for row in (*METRICS, *REQUEST_METRICS)}
     for name in names:
@@ -52,7 +52,8 @@ def test_no_name_is_the_namespace_of_another(what):
 
 
 def test_every_attribute_of_the_module_is_used_and_described_once():
-    used = {id(attribute) for row in (*METRICS, *REQUEST_METRICS, *SPANS) for attribute in row.attributes} | {
+    rows = (*METRICS, *REQUEST_METRICS, *SPANS, *EVENTS)
+    used = {id(attribute) for row in rows for attribute in row.attributes} | {
         id(attribute) for group in signals.CARRIED.values() for attribute in group
     }
     declared = [value for value in vars(signals).values() if isinstance(value, signals.Attribute)]

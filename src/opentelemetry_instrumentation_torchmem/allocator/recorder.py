@@ -41,8 +41,8 @@ class Brief(NamedTuple):
 
 
 class Recorder:
-    """Keeps a few integers of a reading a second for each device. A thread that reads while another notes sees
-    the state before or after: nothing is locked."""
+    """Keeps a few integers of a reading a second for each device. Nothing is locked: who looks while another
+    thread notes sees the state before or after."""
 
     def __init__(self) -> None:
         self._kept: dict[int, deque[Brief]] = {}
@@ -65,13 +65,7 @@ class Recorder:
 
     def recent(self, device: int) -> Sequence[Brief]:
         """What is kept of a device, the oldest first."""
-        kept = self._kept.get(device)
-        while kept is not None:
-            try:
-                return tuple(kept)
-            except RuntimeError:  # another thread noted meanwhile
-                continue
-        return ()
+        return tuple(self._kept.get(device, ()))
 
     def least_external(self, device: int) -> int | None:
         """The least that others were ever seen to use on a device: what was there from the beginning."""

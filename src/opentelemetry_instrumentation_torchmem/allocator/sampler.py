@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..telemetry import OwnTelemetry
 from .pools import PoolWatch
 from .reading import AllocatorReading, DeviceState, HostReading, external
+from .recorder import Recorder
 from .settings import AllocatorSettings
 from .source import Device, Source, initialised_torch
 from .windows import OpenWindows
@@ -20,6 +21,7 @@ from .windows import OpenWindows
 COUNTERS = (
     "retries",
     "ooms",
+    "oom_rejections",
     "device_allocations",
     "device_frees",
     "device_syncs",
@@ -58,6 +60,7 @@ class Sampler:
         self._max_age = max_reading_age
         self._source: Source | None = None
         self._totals: dict[int, Totals] = {}
+        self.recorder = Recorder()
         self._latest: dict[int, AllocatorReading] = {}
         self._external: dict[int, tuple[int | None, int]] = {}
         self._request_devices: list[int] = []
@@ -81,16 +84,38 @@ class Sampler:
         if source is None or (self._pools.suspect and not self._is_sole_reader()):
             return []
         now = monotonic()
+        looks = False
         # not at each request: an unused device costs a call too
         if now - self._looked_at > 1.0 or not self._request_devices:
             self._request_devices = source.used_devices()
             self._looked_at = now
+            looks = True
         latest = self._latest
         readings: list[AllocatorReading] = []
         for index in self._request_devices:
             latest[index] = reading = source.read(index)
             readings.append(reading)
+        if looks:
+            for reading in readings:
+                self.recorder.note(reading, self._first_external(source, reading))
         return readings
+
+    def _first_external(self, source: Source, reading: AllocatorReading) -> int | None:
+        """What others use on a device when it is first seen; later on a collection asks for it."""
+        if self.recorder.least_external(reading.device) is not None:
+            return None
+        return external(reading, source.driver_memory(reading.device))
+
+    def latest(self, device: int) -> AllocatorReading | None:
+        """The latest reading of a device, whoever took it."""
+        return self._latest.get(device)
+
+    def failing_threads_source(self) -> Source | None:
+        """The source, on a thread whose allocation has just failed; None where a reading could hang it."""
+        source = self.source()
+        if source is None or (self._pools.suspect and not self._is_sole_reader()):
+            return None
+        return source
 
     def collect(self) -> Collection | None:
         """What is known of every used device, or None while there is nothing that may be read."""
@@ -151,6 +176,7 @@ class Sampler:
         reading = self._latest[index] = source.read(index)
         self._telemetry.spent("stats", perf_counter() - began)
         used_elsewhere, limit = self._external[index] = self._driver(source, index, reading)
+        self.recorder.note(reading, used_elsewhere)
         return self._device_state(reading, limit, used_elsewhere)
 
     def _serves(self, latest: AllocatorReading, may_read: bool) -> bool:

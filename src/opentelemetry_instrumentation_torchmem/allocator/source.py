@@ -67,6 +67,8 @@ class Source:
         self._used: set[int] = set()
         self._devices: dict[int, Device] = {}
         self._expandable = False
+        self._counts_rejections = False
+        self.settings()
 
     def used_devices(self, look: bool = True) -> list[int]:
         """Devices this process has ever reserved memory on, or has a context on where the backend keeps
@@ -101,9 +103,15 @@ class Source:
         return AllocatorReading(index, at, statistics)
 
     def snapshot(self) -> dict[str, Any]:
-        """The segments and blocks of every device, with the settings, as torch's own snapshots have them, less
-        the traces of the user's memory history. Native alone; holds the interpreter for its whole length."""
+        """The segments and blocks of every device, with the settings, as torch's own snapshots have them but
+        without the traces of the user's memory history. Native alone; holds the interpreter throughout."""
         return self._snapshot()
+
+    def memory_fraction(self, index: int) -> float | None:
+        """The share of the device that this process may reserve, 1 where none is set; None where torch cannot
+        tell."""
+        fraction = getattr(self._torch.cuda, "get_per_process_memory_fraction", None)
+        return None if fraction is None else float(fraction(index))
 
     def current_stream(self, index: int) -> int:
         """The stream of the calling thread on a device, as a snapshot's segments name theirs."""
@@ -136,6 +144,12 @@ class Source:
         """The settings in force now; once expandable segments are on, the readings after know it."""
         settings = settings_in_force(self._torch)
         self._expandable = self._expandable or settings.expandable_segments
+        if settings.throw_on_cudamalloc_oom and not self._counts_rejections:
+            self._counts_rejections = True
+            # the accelerator's own call has no num_oom_rejections, which stays 0 without the option
+            call = getattr(self._torch._C, "_cuda_memoryStats", None)
+            if call is not None and self.backend == NATIVE:
+                self._statistics = call
         return settings
 
     def device(self, index: int) -> Device:
@@ -185,8 +199,8 @@ def _snapshot_call(torch: Any) -> Callable[[], dict[str, Any]]:
 
 
 def when_initialised(torch: Any, act: Callable[[], None]) -> None:
-    """Act once CUDA is initialised in this process, at once if it is. It cannot be taken back, and what raises
-    in there would fail the initialisation."""
+    """Act once CUDA is initialised in this process, at once if it is. It cannot be taken back, and what
+    raises in there would fail the initialisation."""
     torch.cuda._lazy_call(act)
 
 

@@ -8,32 +8,35 @@ a setting, a wait or the end of another user of the memory would have cured come
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from .rules import LARGE, SMALL
+from .snapshot import DEFAULT_POOL, Place
 
 MIB = 1 << 20
 
 VERDICTS: Mapping[str, str] = {
     "fraction": "Over the fraction: the device had enough, the process's memory fraction did not allow it.",
-    "pending_frees": "Pending frees: a block was freed, but a recorded stream was not seen to be done with it "
-    "until the allocator had given up; it would serve the request now.",
+    "pending_frees": "Pending frees: a block was freed, but a recorded stream was not seen to be done with "
+    "it until the allocator had given up; it would serve the request now.",
     "changed_meanwhile": "Changed meanwhile: the request would fit now; another thread or process freed "
     "memory between the failure and the look at it, or the driver refused what it said was free.",
-    "private_pools": "Held by private pools: free in CUDA graphs' pools and MemPools, which serve nobody else.",
+    "private_pools": "Held by private pools: free, but in CUDA graphs' pools and MemPools, which serve "
+    "nobody else.",
     "another_stream": "Held by another stream: free, but in blocks that only the stream they were made on "
     "may use.",
     "fragmented": "Fragmented: enough free in all, in no block that is large enough.",
     "outside_pytorch": "Memory outside PyTorch: what others on the device have taken since this process "
     "began would have been enough.",
     "full": "Full: less was free in all than was asked for.",
+    "refused": "Refused early by throw_on_cudamalloc_oom: neither was the driver asked nor anything flushed.",
     "unknown": "What was held could not be read.",
-    "unexamined": "Counted alone: another was examined on the device shortly before.",
+    "unexamined": "Counted alone: another was examined shortly before.",
 }
-"""``torch.memory.oom.verdict`` of an error that the allocator's observers were told of: value -> meaning."""
+"""``torch.memory.oom.verdict``: value -> meaning."""
 
-REJECTED = "rejected"
-REJECTED_MEANING = (
-    "Refused before the driver was asked and before anything was flushed: throw_on_cudamalloc_oom."
-)
+REFUSED = "refused"
+"""The verdict of no observer's: a request that failed tells it, and torch.memory.oom.rejections counts it."""
 
 
 class FreeBlocks(NamedTuple):
@@ -115,9 +118,9 @@ def verdict(failure: Failure) -> str:
     if blocks.own + blocks.other_streams + blocks.private_pools + free >= asked:
         return "fragmented"
     external = failure.external
-    if external is not None and failure.baseline is not None and external > failure.baseline:
-        if external - failure.baseline + free >= asked:
-            return "outside_pytorch"
+    grown = 0 if external is None or failure.baseline is None else external - failure.baseline
+    if grown > 0 and grown + free >= asked:
+        return "outside_pytorch"
     return "full"
 
 
@@ -131,6 +134,11 @@ def sizes(asked: int, page: int = 20 * MIB) -> tuple[int, int]:
     if asked <= 2 * MIB:
         return 512, MIB
     return (MIB if asked == page else asked - 2 * MIB) + 512, asked
+
+
+def kind_of(asked: int) -> str:
+    """The pool of a request for which this was asked of the driver."""
+    return SMALL if asked <= 2 * MIB else LARGE
 
 
 def _would_fit(failure: Failure, largest: int) -> bool:
@@ -162,40 +170,25 @@ def usable_below(asked: int, page: int, max_split: int | None, slack: int = 20 *
 
 
 def free_blocks(
-    segments: Iterable[Mapping[str, Any]],
-    device: int,
-    stream: int,
-    *,
-    small: bool,
-    below: int | None = None,
-    expandable: bool = True,
+    places: Iterable[Place], stream: int, kind: str, *, below: int | None = None, expandable: bool = True
 ) -> FreeBlocks:
-    """Where the free bytes of a device are, from a snapshot's segments.
+    """Where the free bytes of a device are, by the map of a snapshot, for a request of a kind on a stream.
 
-    ``small``: whether the request was one of the small pool. Blocks of expandable segments serve a request
-    only while that mode is on.
+    Blocks of expandable segments serve a request only while that mode is on.
     """
     own = largest = other_streams = private_pools = pending = 0
-    for segment in segments:
-        if segment["device"] != device:
+    for place in places:
+        pending += place.pending_free
+        if not place.free:
             continue
-        if segment["active_size"] > segment["allocated_size"]:
-            pending += segment["active_size"] - segment["allocated_size"]
-        idle = segment["total_size"] - segment["active_size"]
-        if not idle:
-            continue
-        if tuple(segment["segment_pool_id"]) != (0, 0):
-            private_pools += idle
-        elif segment["stream"] != stream:
-            other_streams += idle
+        free = sum(place.free)
+        if place.pool != DEFAULT_POOL:
+            private_pools += free
+        elif place.stream != stream:
+            other_streams += free
         else:
-            own += idle
-            if (segment["segment_type"] == "small") is not small or (
-                segment["is_expandable"] and not expandable
-            ):
-                continue
-            for block in segment["blocks"]:
-                size = block["size"]
-                if size > largest and block["state"] == "inactive" and (below is None or size < below):
-                    largest = size
+            own += free
+            if place.kind == kind and (expandable or not place.expandable):
+                fitting = (size for size in place.free if below is None or size < below)
+                largest = max(largest, max(fitting, default=0))
     return FreeBlocks(own, largest, other_streams, private_pools, pending)

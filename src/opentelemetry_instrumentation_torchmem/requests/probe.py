@@ -37,6 +37,7 @@ from .shapes import described
 
 Labels = dict[str, str | bool]
 Hook = Callable[..., object]
+Readings = Sequence[AllocatorReading]
 Records = Mapping[str, Any]
 """The synchronous instruments by the names of their rows."""
 
@@ -107,8 +108,11 @@ class Requests:
         awake: Callable[[], tuple[bool, bool]],
         request_hook: Hook | None = None,
         response_hook: Hook | None = None,
+        out_of_memory: Callable[[float, Readings, Readings, Span, Context], object] | None = None,
     ) -> None:
         self.telemetry = telemetry
+        self._out_of_memory = out_of_memory
+        self._in_flight: dict[Window, tuple[float, Readings]] = {}
         self._tracer = tracer
         self.sampler = sampler
         self.windows = windows
@@ -188,7 +192,8 @@ class Requests:
                 probe.before = self.sampler.request_readings()
             except Exception as error:
                 self.fault(target, error)
-            probe.began = perf_counter()
+            probe.began = began = perf_counter()
+            self._in_flight[window] = began, probe.before
             probe.token = attach(context)
             if recording and self._request_hook is not None:
                 self._hook(self._request_hook, "request_hook", span, target.operation, arguments, keywords)
@@ -214,6 +219,15 @@ class Requests:
         """Each target's requests in flight, with its labels."""
         counts = self.windows.by_key
         return [(counts.get(series, 0), series.labels) for series in tuple(self._series.values())]
+
+    def in_flight(self) -> list[tuple[str, float, Readings]]:
+        """The operation of each request in flight, when it began by ``perf_counter``, and the readings then;
+        not of those nested in another."""
+        return [
+            (window.key.operation, *began)
+            for window, began in tuple(self._in_flight.items())
+            if window.outer is None and isinstance(window.key, _Series)
+        ]
 
     def before_collection(self) -> None:
         """What each collection needs of us: ended streams ended, and counters that start at 0."""
@@ -278,6 +292,9 @@ class Requests:
 
     def _tell(self, probe: Probe, window: Window, error: BaseException | None, result: object) -> None:
         target, span = probe.target, probe.span
+        if error is not None and self._out_of_memory is not None and _is_out_of_memory(error):
+            self._out_of_memory(probe.began, probe.before, probe.after, probe.span, probe.context)
+        self._in_flight.pop(window, None)
         concurrent = self.windows.close(window)
         before, after = probe.before, probe.after
         if len(before) == 1 == len(after) and before[0].device == after[0].device:
@@ -387,12 +404,18 @@ def _take_back(span: Any, keys: Iterable[str]) -> None:
             del attributes[key]
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    """By its name: torch's own has had several homes."""
+    return any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+
+
 class _Series:
     """The labels of one target's metrics, made once."""
 
-    __slots__ = ("by_exclusive", "labels", "zeroed")
+    __slots__ = ("by_exclusive", "labels", "operation", "zeroed")
 
     def __init__(self, operation: str, function: str | None) -> None:
+        self.operation = operation
         self.labels: Labels = {signals.OPERATION.name: operation}
         if function is not None:
             self.labels[signals.FUNCTION.name] = function

@@ -1,0 +1,622 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evidence of an out of memory error: taken on the failing thread, told as an event, a log record and a
+counter.
+
+Knows the allocator's room and the table. The user's exception stays as it is: nothing in here raises into it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic, perf_counter, time_ns
+from typing import Any, NamedTuple, TypeVar
+
+from opentelemetry import trace
+from opentelemetry._logs import Logger, LoggerProvider, SeverityNumber, get_logger
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
+
+from . import signals
+from .allocator.dump import DumpDirectory, NotWrittenError
+from .allocator.reading import AllocatorReading, DeviceState, DriverMemory, external
+from .allocator.recorder import Brief, in_brief, thinned
+from .allocator.rules import LARGE, Rules
+from .allocator.sampler import Sampler
+from .allocator.settings import AllocatorSettings
+from .allocator.snapshot import DeviceMap, Limits, analyse
+from .allocator.source import NATIVE, Device, attach_oom_observer, initialised_torch, when_initialised
+from .allocator.verdict import (
+    REFUSED,
+    VERDICTS,
+    Failure,
+    FreeBlocks,
+    free_blocks,
+    kind_of,
+    usable_below,
+    verdict,
+)
+from .package import NAME
+from .telemetry import OwnTelemetry
+from .version import __version__
+
+INTERVAL = 10.0
+"""Seconds between two that are examined on a device, at least; those between are counted."""
+SHARE = 0.01
+"""Of one core's time that examining takes, at most, in a storm: after a costly one the next is later."""
+READINGS, LOOK_BACK = 16, 300.0
+"""How many of the readings before an error are told, and of how many seconds."""
+REQUESTS = 16
+"""How many of the requests in flight are told, those first that grew most."""
+
+Attributes = dict[str, Any]
+T = TypeVar("T")
+
+
+class InFlight(NamedTuple):
+    """A request that was open when memory ran out: never what it was about."""
+
+    operation: str
+    age: float
+    """Seconds."""
+    reserved_growth: int | None
+    """Bytes held from the driver on that device, against when it began: after the allocator's own flush."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was known of one out of memory error. Bytes; None where it cannot be known."""
+
+    device: Device
+    failure: Failure | None
+    """None for a request that was refused early: what it asked for is not told."""
+    verdict: str
+    at: float
+    """Monotonic seconds."""
+    state: DeviceState | None = None
+    map: DeviceMap | None = None
+    recent: Sequence[Brief] = ()
+    """Readings from before the allocator's flush, the oldest first."""
+    requests: Sequence[InFlight] = ()
+    settings: AllocatorSettings | None = None
+    capturing: bool | None = None
+    more: int = 0
+    """Others on the device since the last one that was examined."""
+    dump: str | None = None
+
+    @property
+    def summary(self) -> str:
+        """The verdict in words, with its figures."""
+        failure = self.failure
+        if failure is None:
+            return f"{self.device.name} is out of memory: {VERDICTS[self.verdict]}"
+        said = (
+            f"{self.device.name} is out of memory: {_size(failure.asked)} asked of the driver, "
+            f"{_size(failure.free)} free"
+        )
+        if failure.total is not None:
+            said += f" of {_size(failure.total)}"
+        said += f". {VERDICTS[self.verdict].rstrip('.')}{_figures(self.verdict, failure)}."
+        if self.more:
+            said += f" {self.more} more since the last one that was examined."
+        return said
+
+    def attributes(self) -> Attributes:
+        """The event's attributes; what is not known is left out."""
+        told: Attributes = {
+            signals.DEVICE.name: self.device.name,
+            signals.HARDWARE_ID.name: self.device.hardware_id,
+            signals.OOM_VERDICT.name: self.verdict,
+            signals.OOM_SUMMARY.name: self.summary,
+            signals.OOM_CAPTURING.name: self.capturing,
+            signals.OOM_MORE.name: self.more or None,
+            signals.OOM_DUMP.name: self.dump,
+        }
+        failure = self.failure
+        if failure is not None:
+            told[signals.OOM_ASKED.name] = failure.asked
+            told[signals.OOM_DEVICE_FREE.name] = failure.free
+            told[signals.OOM_DEVICE_TOTAL.name] = failure.total
+            told[signals.OOM_RESERVED.name] = failure.reserved
+            told[signals.OOM_PENDING_BEFORE.name] = failure.pending_before or None
+            if failure.allowed != failure.total:
+                told[signals.OOM_ALLOWED.name] = failure.allowed
+            if failure.external is not None and failure.baseline is not None:
+                told[signals.OOM_EXTERNAL_GROWTH.name] = failure.external - failure.baseline
+            if failure.blocks is not None:
+                told[signals.OOM_OWN_FREE.name] = failure.blocks.own
+                told[signals.OOM_OWN_LARGEST.name] = failure.blocks.largest
+                told[signals.OOM_OTHER_STREAMS.name] = failure.blocks.other_streams
+                told[signals.OOM_PRIVATE_POOLS.name] = failure.blocks.private_pools
+        if self.map is not None:
+            headroom = self.map.headroom
+            told[signals.OOM_HEADROOM.name] = None if headroom is None else headroom.least
+            told[signals.OOM_FRAGMENTATION.name] = self.map.fragmentation
+        ledger = None if self.state is None else self.state.ledger
+        if ledger is not None:
+            told[signals.OOM_LEDGER.name] = [f"{state}={size}" for state, size in ledger.items()]
+        if self.recent:
+            told[signals.OOM_READINGS.name] = [_reading_line(brief, self.at) for brief in self.recent]
+        if self.requests:
+            told[signals.OOM_IN_FLIGHT.name] = len(self.requests)
+            told[signals.OOM_REQUESTS.name] = [_request_line(request) for request in self.requests[:REQUESTS]]
+        if self.settings is not None and self.settings.text:
+            told[signals.OOM_SETTINGS.name] = self.settings.text
+        return {name: value for name, value in told.items() if value is not None}
+
+
+def _figures(verdict: str, failure: Failure) -> str:
+    blocks = failure.blocks
+    if verdict == "fraction" and failure.allowed is not None:
+        return f" ({_size(failure.reserved or 0)} held, {_size(failure.allowed)} allowed)"
+    if blocks is None:
+        return ""
+    if verdict in ("pending_frees", "changed_meanwhile"):
+        return f" (the largest free block is {_size(blocks.largest)} now)"
+    if verdict == "private_pools":
+        return f" ({_size(blocks.private_pools)})"
+    if verdict == "another_stream":
+        return f" ({_size(blocks.other_streams)})"
+    if verdict == "fragmented":
+        held = blocks.own + blocks.other_streams + blocks.private_pools
+        return f" ({_size(held)} held and free, the largest block of use {_size(blocks.largest)})"
+    if verdict == "outside_pytorch" and failure.external is not None and failure.baseline is not None:
+        return f" ({_size(failure.external - failure.baseline)} more than at the least)"
+    return ""
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def _reading_line(brief: Brief, at: float) -> str:
+    told = {
+        "age": f"{at - brief.at:.1f}",
+        "allocated": brief.allocated,
+        "pending_free": brief.pending_free,
+        "reserved": brief.reserved,
+        "retries": brief.retries,
+        "external": brief.external,
+    }
+    return " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+
+
+def _request_line(request: InFlight) -> str:
+    growth = "" if request.reserved_growth is None else f" reserved_growth={request.reserved_growth}"
+    return f"operation={request.operation} age={request.age:.3f}{growth}"
+
+
+def _none_yet() -> dict[str, int]:
+    return {found: 0 for found in VERDICTS if found != REFUSED}
+
+
+class _Storm:
+    """What was seen on one device."""
+
+    __slots__ = ("counts", "examined_at", "last_verdict", "more", "not_before")
+
+    def __init__(self) -> None:
+        self.counts = _none_yet()
+        self.not_before = 0.0
+        self.more = 0
+        self.examined_at = 0.0
+        self.last_verdict = "unexamined"
+
+
+class OomWatch:
+    """Sees each out of memory error of this process, from one ``instrument()`` to its ``uninstrument()``."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        telemetry: OwnTelemetry,
+        tell: Callable[[str, Attributes, Context | None], None],
+        dumps: DumpDirectory | None = None,
+        in_flight: Callable[[], Sequence[tuple[str, float, Sequence[AllocatorReading]]]] = list,
+    ) -> None:
+        self._sampler = sampler
+        self._requests = in_flight
+        self._telemetry = telemetry
+        self._tell = tell
+        self._dumps = dumps
+        self._lock = threading.Lock()
+        self._storms: dict[int, _Storm] = {}
+        self._not_before = 0.0
+        self._this_thread = threading.local()
+        if dumps is not None:
+            try:
+                dumps.check()
+            except NotWrittenError as error:
+                self._not_dumped(error)
+
+    def cannot_see(self, error: Exception) -> None:
+        """There are no observers here."""
+        self._telemetry.say_once(
+            "oom observer", "torchmem: out of memory errors are not examined: %s", error, level=logging.DEBUG
+        )
+
+    def counts(self, device: int) -> Mapping[str, int] | None:
+        """The errors on a device by verdict; None where the allocator has no observers."""
+        source = self._sampler.source()
+        if (
+            not _attached or source is None or source.backend != NATIVE
+        ):  # without caching it has, and never asks
+            return None
+        storm = self._storms.get(device)
+        return _none_yet() if storm is None else dict(storm.counts)
+
+    def saw_one_since(self, moment: float) -> bool:
+        """Whether an error of the calling thread was seen since a moment of ``perf_counter``."""
+        return getattr(self._this_thread, "at", 0.0) >= moment
+
+    def seen(self, device: int, asked: int, allowed: int, free: int) -> None:
+        """Take an error's evidence and tell it. Never raises."""
+        this = self._this_thread
+        if getattr(this, "busy", False):  # memory ran out while it was looked at
+            return
+        this.busy = True
+        try:
+            this.at = perf_counter()
+            self._see(device, (asked, allowed, free), trace.get_current_span(), None)
+        except Exception as error:
+            self._failed(error)
+        finally:
+            this.busy = False
+
+    def request_failed(
+        self,
+        began: float,
+        before: Sequence[AllocatorReading],
+        after: Sequence[AllocatorReading],
+        span: Span,
+        context: Context,
+    ) -> None:
+        """A request has ended with an OutOfMemoryError. Of an allocation that was refused early, as
+        ``throw_on_cudamalloc_oom`` has it, no observer is told: if it was that, tell it now. Never raises."""
+        try:
+            if getattr(self._this_thread, "at", 0.0) >= began:  # it was told when it happened
+                return
+            earlier = {reading.device: reading.oom_rejections or 0 for reading in before}
+            for reading in after:
+                if (reading.oom_rejections or 0) > earlier.get(reading.device, 0):
+                    self._see(reading.device, None, span, context)
+        except Exception as error:
+            self._failed(error)
+
+    def _see(
+        self, device: int, given: tuple[int, int, int] | None, span: Span, context: Context | None
+    ) -> None:
+        began = monotonic()
+        with self._lock:
+            storm = self._storms.get(device)
+            if storm is None:
+                storm = self._storms[device] = _Storm()
+            due = began >= storm.not_before and began >= self._not_before
+            if due:
+                more, storm.more = storm.more, 0
+                storm.not_before = began + INTERVAL
+            else:
+                more = storm.more = storm.more + 1
+                if given is not None:
+                    storm.counts["unexamined"] += 1
+        if not due:
+            self._mention(device, storm, "unexamined" if given is not None else REFUSED, span)
+            return
+        found = "unknown"
+        try:
+            evidence = self._examine(device, given, more)
+            found = evidence.verdict
+            attributes = evidence.attributes()
+            if span.is_recording():
+                self._this_thread.told = span.get_span_context().span_id
+                span.add_event(signals.OOM_EVENT.name, attributes)
+            self._tell(evidence.summary, attributes, context)
+        finally:
+            cost = monotonic() - began
+            self._telemetry.spent("oom", cost)
+            with self._lock:
+                if given is not None:
+                    storm.counts[found] += 1
+                storm.examined_at, storm.last_verdict = began, found
+                self._not_before = max(self._not_before, began + cost / SHARE)
+
+    def _mention(self, device: int, storm: _Storm, found: str, span: Span) -> None:
+        """On the span of an error that was only counted: which one was examined. Once in a row for each span,
+        whose events have a limit too."""
+        if not span.is_recording():
+            return
+        identity = span.get_span_context().span_id
+        if getattr(self._this_thread, "told", None) == identity:
+            return
+        self._this_thread.told = identity
+        meaning = VERDICTS[found].rstrip(".")
+        ago = monotonic() - storm.examined_at
+        span.add_event(
+            signals.OOM_EVENT.name,
+            {
+                signals.DEVICE.name: f"cuda:{device}",
+                signals.OOM_VERDICT.name: found,
+                signals.OOM_SUMMARY.name: f"cuda:{device} is out of memory. {meaning}: the one of "
+                f"{ago:.1f} s before was {storm.last_verdict}.",
+            },
+        )
+
+    def _examine(self, device: int, given: tuple[int, int, int] | None, more: int) -> Evidence:
+        at = monotonic()
+        named = Device(device, f"cuda:{device}", None)
+        recent = self._attempt(self._recent, device, at) or ()
+        source = self._sampler.failing_threads_source()
+        if source is None:  # to read could hang the process
+            failure = None if given is None else Failure(given[0], given[2], None, given[1])
+            found = REFUSED if failure is None else verdict(failure)
+            return Evidence(named, failure, found, at, recent=recent, more=more)
+        attempt = self._attempt
+        named = attempt(source.device, device) or named
+        settings = attempt(source.settings)
+        reading = attempt(source.read, device)
+        driver = attempt(source.driver_memory, device)
+        snapshot = attempt(source.snapshot)
+        stream = attempt(source.current_stream, device)
+        before = self._sampler.latest(device)
+        known_fraction = attempt(source.memory_fraction, device)
+        free = given[2] if given is not None else None if driver is None else driver.free
+        device_map = failure = None
+        if snapshot is not None and settings is not None and stream is not None and reading is not None:
+            known_driver = None if driver is None or free is None else DriverMemory(free, driver.total)
+            limits = Limits(known_driver, known_fraction, reading.reserved)
+            device_map = attempt(_map, snapshot, settings, device, limits, stream)
+        if given is not None:
+            failure = Failure(
+                asked=given[0],
+                free=given[2],
+                total=None if driver is None else driver.total,
+                allowed=given[1],
+                reserved=None if reading is None else reading.reserved,
+                blocks=attempt(_blocks, device_map, settings, stream, given[0]),
+                free_now=None if driver is None else driver.free,
+                pending_before=_pending_before(before, reading),
+                idle_before=None if before is None else before.cached,
+                baseline=self._sampler.recorder.least_external(device),
+                page=_page(settings),
+            )
+        return Evidence(
+            device=named,
+            failure=failure,
+            verdict=REFUSED if failure is None else verdict(failure),
+            at=at,
+            state=_state(reading, driver, free),
+            map=device_map,
+            recent=recent,
+            requests=attempt(self._in_flight, device, reading) or (),
+            settings=settings,
+            capturing=attempt(source.is_capturing),
+            more=more,
+            dump=self._dump(snapshot),
+        )
+
+    def _recent(self, device: int, at: float) -> Sequence[Brief]:
+        """What is known of the time before the flush, the latest reading of all among it."""
+        recent = [brief for brief in self._sampler.recorder.recent(device) if at - brief.at <= LOOK_BACK]
+        latest = self._sampler.latest(device)
+        brief = None if latest is None else in_brief(latest)
+        if brief is not None and (not recent or brief.at > recent[-1].at):
+            recent.append(brief)
+        return thinned(recent, READINGS)
+
+    def _in_flight(self, device: int, reading: AllocatorReading | None) -> Sequence[InFlight]:
+        now = perf_counter()
+        requests: list[InFlight] = []
+        held = None if reading is None else reading.reserved
+        for operation, began, before in self._requests():
+            held_then = next((each.reserved for each in before if each.device == device), None)
+            growth = None if held_then is None or held is None else held - held_then
+            requests.append(InFlight(operation, now - began, growth))
+        return sorted(requests, key=lambda request: -(request.reserved_growth or 0))
+
+    def _dump(self, snapshot: Any) -> str | None:
+        if self._dumps is None or snapshot is None:
+            return None
+        try:
+            return self._dumps.write(_as_torch_writes_it(snapshot))
+        except NotWrittenError as error:
+            self._not_dumped(error)
+        except Exception as error:  # a recursion limit, no memory on the host
+            self._failed(error)
+        return None
+
+    def _not_dumped(self, error: NotWrittenError) -> None:
+        self._telemetry.skip("dump")
+        self._telemetry.say_once(f"dump {error}", "torchmem: no dump of an out of memory error: %s", error)
+
+    def _attempt(self, part: Callable[..., T], *arguments: Any) -> T | None:
+        """A part of the evidence that raises is absent from it."""
+        try:
+            return part(*arguments)
+        except Exception as error:
+            self._failed(error)
+            return None
+
+    def _failed(self, error: Exception) -> None:
+        self._telemetry.skip("error")
+        self._telemetry.say_once(
+            f"oom {type(error).__name__}",
+            "torchmem: evidence of an out of memory error is incomplete: %r",
+            error,
+        )
+
+
+def _map(
+    snapshot: Mapping[str, Any], settings: AllocatorSettings, device: int, limits: Limits, stream: int
+) -> DeviceMap:
+    segments = [segment for segment in snapshot["segments"] if segment["device"] == device]
+    return analyse(segments, settings, {device: limits}, stream=stream)[device]
+
+
+def _page(settings: AllocatorSettings | None) -> int:
+    return Rules.of(settings or AllocatorSettings.parse("", "default")).page(LARGE)
+
+
+def _blocks(
+    device_map: DeviceMap | None, settings: AllocatorSettings | None, stream: int | None, asked: int
+) -> FreeBlocks | None:
+    if device_map is None or settings is None or stream is None:
+        return None
+    rules = Rules.of(settings)
+    below = usable_below(asked, rules.page(LARGE), rules.max_split, rules.non_split_rounding)
+    return free_blocks(
+        device_map.places, stream, kind_of(asked), below=below, expandable=settings.expandable_segments
+    )
+
+
+def _pending_before(before: AllocatorReading | None, after: AllocatorReading | None) -> int:
+    """Bytes that were seen pending: by the latest reading before, or by a peak that is new since.
+
+    At the moment of the peak of what was active, no more was in tensors than at the peak of that.
+    """
+    seen = 0 if before is None else before.pending_free or 0
+    if after is None or after.active_peak is None or after.allocated_peak is None:
+        return seen
+    if before is None or before.active_peak is None or after.active_peak > before.active_peak:
+        seen = max(seen, after.active_peak - after.allocated_peak)
+    return seen
+
+
+def _state(
+    reading: AllocatorReading | None, driver: DriverMemory | None, free: int | None
+) -> DeviceState | None:
+    if reading is None or driver is None or free is None:
+        return None
+    used_elsewhere = external(reading, DriverMemory(free, driver.total))
+    return DeviceState(reading, 0.0, {}, driver.total, used_elsewhere)
+
+
+def _as_torch_writes_it(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot as torch's own tools open it: they look for the traces, which are not copied."""
+    devices = 1 + max((segment["device"] for segment in snapshot["segments"]), default=0)
+    traces: list[list[Any]] = [[] for _ in range(devices)]
+    return {"allocator_settings": {}, **snapshot, "device_traces": traces}
+
+
+class OomLog:
+    """Emits the evidence through OpenTelemetry's logs API, or through that of events where the API is old."""
+
+    def __init__(self, provider: LoggerProvider | None = None) -> None:
+        self._emit = (
+            self._emitter(provider)
+            if "event_name" in inspect.signature(Logger.emit).parameters
+            else self._event_emitter()
+        )
+
+    def __call__(self, summary: str, attributes: Attributes, context: Context | None) -> None:
+        self._emit(summary, attributes, context)
+
+    @staticmethod
+    def _emitter(provider: LoggerProvider | None) -> Callable[[str, Attributes, Context | None], None]:
+        logger = get_logger(NAME, __version__, provider)
+
+        def emit(summary: str, attributes: Attributes, context: Context | None) -> None:
+            logger.emit(
+                timestamp=time_ns(),
+                context=context,
+                # not an error: frameworks catch it and try less, and whether the request failed its span says
+                severity_number=SeverityNumber.WARN,
+                severity_text="WARN",
+                body=summary,
+                attributes=attributes,
+                event_name=signals.OOM_EVENT.name,
+            )
+
+        return emit
+
+    @staticmethod
+    def _event_emitter() -> Callable[[str, Attributes, Context | None], None]:
+        try:
+            events: Any = importlib.import_module("opentelemetry._events")
+        except ImportError:
+            return _emit_nothing
+        logger = events.get_event_logger(NAME, __version__)
+
+        def emit(summary: str, attributes: Attributes, context: Context | None) -> None:
+            at = trace.get_current_span(context).get_span_context()
+            logger.emit(
+                events.Event(
+                    signals.OOM_EVENT.name,
+                    timestamp=time_ns(),
+                    trace_id=at.trace_id,
+                    span_id=at.span_id,
+                    trace_flags=at.trace_flags,
+                    body=summary,
+                    severity_number=SeverityNumber.WARN,
+                    attributes=attributes,
+                )
+            )
+
+        return emit
+
+
+def _emit_nothing(summary: str, attributes: Attributes, context: Context | None) -> None: ...
+
+
+# torch has no way to take an observer back: there is one for the life of the process, and it does nothing
+# while nobody watches
+_watch: OomWatch | None = None
+_attached = False
+_waiting = False
+_attaching = threading.Lock()
+
+
+def activate(watch: OomWatch) -> None:
+    """Have this one see the errors from now on."""
+    global _watch
+    _watch = watch
+
+
+def deactivate() -> None:
+    """See no more errors."""
+    global _watch
+    _watch = None
+
+
+def torch_imported(torch: Any) -> None:
+    """Attach the observer once CUDA is initialised, at once if it is: before, it would initialise it."""
+    global _waiting
+    if initialised_torch() is not None:
+        _attach(torch)
+    elif not _waiting:
+        _waiting = True
+        when_initialised(torch, lambda: _attach(torch))
+
+
+def _attach(torch: Any) -> None:
+    """Never raises: what does would fail CUDA's initialisation."""
+    global _attached
+    try:
+        watch = _watch
+        with _attaching:
+            if watch is None or _attached:
+                return
+            try:
+                attach_oom_observer(torch, _observe)
+                _attached = True
+            except (RuntimeError, AttributeError) as error:
+                watch.cannot_see(error)
+    except Exception:
+        pass
+
+
+def _observe(device: int, asked: int, allowed: int, free: int) -> None:
+    """Never raises: what does would take the place of the user's OutOfMemoryError."""
+    try:
+        watch = _watch
+        if watch is not None:
+            watch.seen(device, asked, allowed, free)
+    except Exception:
+        pass
