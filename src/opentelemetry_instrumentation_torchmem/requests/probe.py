@@ -47,21 +47,25 @@ _SUPPRESSED = "suppress_instrumentation"
 _NO_KEYWORDS: Mapping[str, Any] = {}
 _NOTHING: dict[str, Any] = {}
 
-# keys that the path of every request uses, and those of a Change's figures, in the order of its fields
-_DEVICES, _CONCURRENT, _EXCLUSIVE = signals.DEVICES.name, signals.CONCURRENT.name, signals.EXCLUSIVE.name
-_FRAGMENTATION, _SHAPES, _DTYPES = signals.FRAGMENTATION.name, signals.SHAPES.name, signals.DTYPES.name
-_TOLD = (
-    signals.RESERVED_BEFORE.name,
-    signals.RESERVED_DELTA.name,
-    signals.ALLOCATED_BEFORE.name,
-    _ALLOCATED_DELTA := signals.ALLOCATED_DELTA.name,
-    _PEAK_GROWTH := signals.PEAK_GROWTH.name,
-    signals.RETRIES.name,
-    signals.OOMS.name,
-    signals.DEVICE_ALLOCATIONS.name,
-    signals.DEVICE_SYNCS.name,
-    signals.TURNOVER.name,
-)
+# the keys of a span's attributes: each look at a row takes its time on the path of every request
+_DEVICES = signals.DEVICES.name
+_CONCURRENT = signals.CONCURRENT.name
+_EXCLUSIVE = signals.EXCLUSIVE.name
+_RESERVED_BEFORE = signals.RESERVED_BEFORE.name
+_RESERVED_DELTA = signals.RESERVED_DELTA.name
+_RESERVED_BY_DEVICE = signals.RESERVED_BY_DEVICE.name
+_ALLOCATED_BEFORE = signals.ALLOCATED_BEFORE.name
+_ALLOCATED_DELTA = signals.ALLOCATED_DELTA.name
+_ALLOCATED_BY_DEVICE = signals.ALLOCATED_BY_DEVICE.name
+_PEAK_GROWTH = signals.PEAK_GROWTH.name
+_RETRIES = signals.RETRIES.name
+_OOMS = signals.OOMS.name
+_DEVICE_ALLOCATIONS = signals.DEVICE_ALLOCATIONS.name
+_DEVICE_SYNCS = signals.DEVICE_SYNCS.name
+_TURNOVER = signals.TURNOVER.name
+_FRAGMENTATION = signals.FRAGMENTATION.name
+_SHAPES = signals.SHAPES.name
+_DTYPES = signals.DTYPES.name
 
 MAX_TARGETS = 200
 """Label sets of targets; what comes later counts under the operation ``other``."""
@@ -162,7 +166,7 @@ class Requests:
                 if outer is not None and not target.nested:
                     return None
             mode = target.span
-            series = self.series(target)
+            series = self._series.get((target.operation, target.function)) or self.series(target)
             span = INVALID_SPAN
             if traced and mode != "off":
                 if mode == "new":
@@ -305,11 +309,12 @@ class Requests:
             whole = total(changes) if changes else NOTHING_KNOWN
         failure = None if error is None or not isinstance(error, Exception) else type(error).__qualname__
         if probe.recording and span.is_recording():
-            story = _Story([reading.name for reading in after], changes, whole, concurrent)
+            names = [reading.name for reading in after]
             if target.span == "enrich":
-                self._enrich(span, story, probe.described)
+                self._enrich(span, _Story(names, changes, whole, concurrent), probe.described)
             else:
-                attributes = story.attributes() | probe.described
+                attributes = _attributes(names, changes, whole, concurrent)
+                attributes.update(probe.described)
                 if failure is not None:
                     attributes[signals.ERROR_TYPE.name] = failure
                 span.set_attributes(attributes)
@@ -555,35 +560,48 @@ class _Story:
         return _Story(list(merged), changes, whole, max(self.concurrent, later.concurrent))
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the span; what cannot be known, or means nothing under overlap, is left out."""
-        if not self.changes:
-            return {}
-        names, changes, whole = self.devices, self.changes, self.whole
-        several = len(changes) > 1
-        if several:
-            touched = [i for i, each in enumerate(changes) if each.turnover or each.reserved_delta]
-            if touched and len(touched) < len(changes):
-                names, changes = [names[i] for i in touched], [changes[i] for i in touched]
-                whole = total(changes)
-        exclusive = self.concurrent == 1
-        told: dict[str, Any] = dict(zip(_TOLD, whole, strict=False))
-        if None in whole:
-            told = {key: value for key, value in told.items() if value is not None}
-        told[_DEVICES] = ",".join(names)
-        told[_CONCURRENT] = self.concurrent
-        told[_EXCLUSIVE] = exclusive
-        fragmentation = whole.fragmentation
-        if fragmentation is not None:
-            told[_FRAGMENTATION] = fragmentation
-        if not exclusive:
-            told.pop(_ALLOCATED_DELTA, None)
-        if not (exclusive and whole.peak_growth):
-            told.pop(_PEAK_GROWTH, None)
-        if several:
-            pairs = [(signals.RESERVED_BY_DEVICE.name, [each.reserved_delta for each in changes])]
-            if exclusive:
-                pairs.append((signals.ALLOCATED_BY_DEVICE.name, [each.allocated_delta for each in changes]))
-            for key, deltas in pairs:
-                if None not in deltas and len(set(deltas)) > 1:
-                    told[key] = [f"{name}={delta}" for name, delta in zip(names, deltas, strict=True)]
-        return told
+        """The attributes of the span."""
+        return _attributes(self.devices, self.changes, self.whole, self.concurrent)
+
+
+def _attributes(
+    names: Sequence[str], changes: Sequence[Change], whole: Change, concurrent: int
+) -> dict[str, Any]:
+    """What a span says; what cannot be known, or means nothing under overlap, is left out."""
+    if not changes:
+        return {}
+    several = len(changes) > 1
+    if several:
+        touched = [i for i, each in enumerate(changes) if each.turnover or each.reserved_delta]
+        if touched and len(touched) < len(changes):
+            names, changes = [names[i] for i in touched], [changes[i] for i in touched]
+            whole = total(changes)
+    exclusive = concurrent == 1
+    told: dict[str, Any] = {
+        _DEVICES: ",".join(names),
+        _CONCURRENT: concurrent,
+        _EXCLUSIVE: exclusive,
+        _RESERVED_BEFORE: whole.reserved_before,
+        _RESERVED_DELTA: whole.reserved_delta,
+        _ALLOCATED_BEFORE: whole.allocated_before,
+        _RETRIES: whole.retries,
+        _OOMS: whole.ooms,
+        _DEVICE_ALLOCATIONS: whole.device_allocations,
+        _DEVICE_SYNCS: whole.device_syncs,
+        _TURNOVER: whole.turnover,
+        _FRAGMENTATION: whole.fragmentation,
+    }
+    if exclusive:
+        told[_ALLOCATED_DELTA] = whole.allocated_delta
+        if whole.peak_growth:
+            told[_PEAK_GROWTH] = whole.peak_growth
+    if several:
+        pairs = [(_RESERVED_BY_DEVICE, [each.reserved_delta for each in changes])]
+        if exclusive:
+            pairs.append((_ALLOCATED_BY_DEVICE, [each.allocated_delta for each in changes]))
+        for key, deltas in pairs:
+            if None not in deltas and len(set(deltas)) > 1:
+                told[key] = [f"{name}={delta}" for name, delta in zip(names, deltas, strict=True)]
+    if None in whole or not whole.reserved:
+        return {key: value for key, value in told.items() if value is not None}
+    return told

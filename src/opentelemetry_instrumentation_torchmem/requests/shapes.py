@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
 from typing import Any, cast
 
 MAX_TENSORS = 8
@@ -19,25 +18,29 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def described(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """``(["1x2048"], ["int64"])`` of the first tensors among the arguments, and in the lists, tuples and
     mappings among them, one level deep; a scalar's shape is ``""``. Bounded in number and length."""
+    shapes: list[str] = []
+    dtypes: list[str] = []
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is None:
-        return [], []
-    tensors: list[Any] = []
+        return shapes, dtypes
     for value in (*arguments, *keywords.values()):
         if type(value) in _PLAIN:
             continue
+        found: Iterable[Any] = ()
         if isinstance(value, tensor):
-            tensors.append(value)
+            found = (value,)
         elif isinstance(value, (list, tuple)):
             inner = cast("Sequence[Any]", value)[:MAX_TENSORS]
-            tensors += [item for item in inner if isinstance(item, tensor)]
+            found = (item for item in inner if isinstance(item, tensor))
         elif isinstance(value, Mapping):
             inner = cast("Mapping[str, Any]", value).values()
-            tensors += islice((item for item in inner if isinstance(item, tensor)), MAX_TENSORS)
-        if len(tensors) >= MAX_TENSORS:
-            del tensors[MAX_TENSORS:]
-            break
-    return [_shape(item.shape) for item in tensors], [_type(item.dtype) for item in tensors]
+            found = (item for item in inner if isinstance(item, tensor))
+        for item in found:
+            shapes.append(_shape(item.shape))
+            dtypes.append(_type(item.dtype))
+            if len(shapes) == MAX_TENSORS:
+                return shapes, dtypes
+    return shapes, dtypes
 
 
 # each text once: requests repeat their shapes, and torch has some forty types
