@@ -28,7 +28,7 @@ segments in rows, blocks by state, holes, the largest free block of each pool an
 file without scripts, HTML or SVG. No torch and no GPU are needed.
 
 The file need not be trusted: plain data is read from it and everything else is refused by its name. At
-most {MAX_BLOCKS:,} segments and blocks are read, in memory of at most about {MEMORY_FACTOR} times --max-size.
+most {MAX_BLOCKS:,} segments and blocks are read, with about {MEMORY_FACTOR + 1} times --max-size of memory.
 """
 
 _MIB = 1 << 20
@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _error(
             f"{printable(str(output), 500)} exists already: another --output, or --force to replace it"
         )
+    if output is not None and output.exists() and options.file.exists() and output.samefile(options.file):
+        return _error(f"{printable(str(output), 500)} is the snapshot itself: another --output")
     try:
         snapshot = read(options.file, options.max_size * _MIB)
         settings = _settings_of(snapshot)

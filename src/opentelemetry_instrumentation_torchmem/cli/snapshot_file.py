@@ -14,14 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from .snapshot_pickle import PlainDataError, load, printable
+from .snapshot_pickle import PlainDataError, TooMuchError, load, printable
 
 ALLOCATED, PENDING, FREE = "allocated", "pending_free", "free"
 MAX_FILE = 256 << 20
 MAX_BLOCKS = 1_000_000
 """Segments and blocks together."""
 MEMORY_FACTOR = 8
-"""What a file builds may take so many times ``max_file`` in memory."""
+"""What is built of a file may take so many times ``max_file`` in memory."""
 
 _STATES = {
     "active_allocated": ALLOCATED,
@@ -102,6 +102,8 @@ def read(file: Path, max_file: int = MAX_FILE) -> Snapshot:
         raise SnapshotError("the file is empty")
     try:
         whole = load(data, MEMORY_FACTOR * max_file)
+    except TooMuchError as error:
+        raise SnapshotError(f"{error} ({MEMORY_FACTOR} times --max-size)") from None
     except PlainDataError as error:
         raise SnapshotError(str(error)) from None
     return _snapshot(whole, len(data))

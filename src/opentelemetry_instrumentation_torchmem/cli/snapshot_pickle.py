@@ -29,6 +29,10 @@ class PlainDataError(ValueError):
     """The pickle holds something else than plain data, is broken or too much; the message says what."""
 
 
+class TooMuchError(PlainDataError):
+    """What the pickle holds takes more memory than was allowed."""
+
+
 def load(data: bytes, max_memory: int) -> object:
     """What the pickle holds. The same container may be in it many times, and in itself: never walk it freely.
 
@@ -109,7 +113,7 @@ class _Machine:
     def _take(self, cost: int) -> None:
         self._room -= cost
         if self._room < 0:
-            raise PlainDataError(f"what it holds takes more than {self._room_at_first >> 20:,} MiB of memory")
+            raise TooMuchError(f"what it holds takes more than {self._room_at_first >> 20:,} MiB of memory")
 
     def _bytes(self, count: int) -> bytes:
         begin = self._at
