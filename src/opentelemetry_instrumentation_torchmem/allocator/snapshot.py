@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from .reading import DriverMemory
+from .reading import AllocatorReading, DriverMemory
 from .rules import LARGE, SMALL, Between, FreeBlock, Rules, address_range
 from .settings import AllocatorSettings
 
@@ -35,6 +35,19 @@ PAGE_SIZE = "page_size"
 """Expandable segments were made under another ``large_segment_size``."""
 UNMAPPED = "unmapped_addresses"
 """Memory mapped beside free memory would be one block with it; where it would be mapped is unknown."""
+
+ABSENT: Mapping[str, str] = {
+    DAMAGED: "The snapshot contradicts itself or the statistics: the allocator moved on in between.",
+    RELEASE: "This release's snapshots do not tell private pools or expandable segments from others.",
+    PRIVATE_POOLS: "Whether a private pool that holds free memory still has an owner is in no snapshot.",
+    DRIVER: "The driver's figures of the device are not to be had.",
+    FRACTION: "The process's memory fraction is not to be had.",
+    PENDING: "Whether the events that freed blocks wait for have completed is in no snapshot.",
+    MAX_SPLIT: "Which block serves depends on unmapped addresses, which are in no snapshot.",
+    PAGE_SIZE: "Expandable segments were made under another large_segment_size.",
+    UNMAPPED: "Where memory would be mapped beside free memory is in no snapshot.",
+}
+"""Why a figure is absent, or not known to the byte -> what that means."""
 
 _INACTIVE = "inactive"
 _PENDING = frozenset({"active_pending_free", "active_awaiting_free"})
@@ -135,6 +148,14 @@ class DeviceMap:
         """The trapped share of what is held, 0 to 1, in every mode."""
         trapped = _exact(self.trapped)
         return None if trapped is None or not self.reserved else trapped / self.reserved
+
+    def is_of(self, reading: AllocatorReading) -> bool:
+        """Whether a reading shows the very state that the snapshot was taken in."""
+        return (self.reserved, self.allocated, self.pending_free) == (
+            reading.reserved,
+            reading.allocated,
+            reading.pending_free,
+        )
 
     @property
     def largest_hole(self) -> int:
@@ -254,10 +275,11 @@ class _Group:
         "releasable",
         "reserved",
         "stream",
+        "stuck",
         "within",
     )
 
-    def __init__(self, key: tuple[Any, ...], rules: Rules, home: int) -> None:
+    def __init__(self, key: tuple[Any, ...], rules: Rules, stream: int) -> None:
         self.device, self.stream, self.pool, self.kind, self.expandable = key
         if self.kind not in (SMALL, LARGE):
             raise ValueError(self.kind)
@@ -272,13 +294,14 @@ class _Group:
         """The same when the pending blocks are free."""
         self.ranges: list[_Range] = []
         """Of the segments that can grow for the stream asked for."""
+        self.stuck = 0
+        """The largest free block, of the stream asked for, that no cudaFree gives back."""
         self.odd = False
         """Some segment is no whole number of pages."""
         self._page = rules.page(self.kind) if self.expandable else 0
-        self._at_home = bool(
-            rules.expandable and self.expandable and self.stream == home and self.pool == DEFAULT_POOL
-        )
-        self._detailed = self._at_home and rules.max_split is not None
+        home = self.stream == stream and self.pool == DEFAULT_POOL
+        self._at_home = home and bool(rules.expandable and self.expandable)
+        self._detailed = home and rules.max_split is not None
 
     def add(self, segment: Mapping[str, Any]) -> bool:
         """False if the segment contradicts itself."""
@@ -362,6 +385,9 @@ class _Group:
         for blocks, found in ((self.within, within), (self.after, stretches)):
             for start, size in found:
                 blocks.append(FreeBlock(size, base + start, expandable and start + size == total))
+        if self._detailed:
+            whole = 0 if expandable else total
+            self.stuck = max([self.stuck, *(size for _, size in within + stretches if size != whole)])
         if not expandable:
             self.cached += 0 if active else total
             self.releasable += 0 if allocated else total
@@ -427,11 +453,13 @@ def _device_map(
             releasable = _between(given, kept, "releasable")
             if not releasable.exact or not cached.exact:
                 absent["fragmentation"] = absent["split_free"] = PRIVATE_POOLS
-            bounds = _Bounds.of(limits, rules, reserved, releasable, absent)
-            if bounds is not None:
-                headroom = _headroom(
-                    groups, rules, settings, bounds, blocks, stream, absent, untouched=limits.untouched
-                )
+            driver, fraction = limits.driver, limits.fraction
+            if driver is None or fraction is None:
+                absent["headroom"] = DRIVER if driver is None else FRACTION
+            else:
+                bounds = _Bounds.of(driver, fraction, rules, reserved, releasable)
+                new = _NewMemory(rules, settings, groups, driver.total, limits.untouched)
+                headroom = _headroom(groups, rules, bounds, blocks, stream, new, absent)
     if why is not None:
         absent |= dict.fromkeys(("fragmentation", "split_free", "headroom"), why)
         if blocks is None:
@@ -489,32 +517,25 @@ def _served(rules: Rules, kind: str, free: Sequence[tuple[list[int], list[FreeBl
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """What a request may take, at least and at most."""
+    """What the driver can still give and may be asked for, once the allocator has given back what it can."""
 
-    total: int
-    physical: Between
-    """Free on the device once the allocator has given back what it can."""
+    free: Between
     asked: Between
-    """What may be asked of the driver: the process's share of the device."""
+    free_now: int
+    asked_now: int
+    """Before it gives back anything."""
 
     @classmethod
     def of(
-        cls, limits: Limits, rules: Rules, reserved: int, releasable: Between, absent: dict[str, str]
-    ) -> _Bounds | None:
-        if limits.driver is None or limits.fraction is None:
-            absent["headroom"] = DRIVER if limits.driver is None else FRACTION
-            return None
-        total = limits.driver.total
-        share = int(limits.fraction * total) - reserved
-        asked = Between(share + releasable.least, share + releasable.most)
-        # A fraction of 1 is either set or the default, which binds nothing.
-        if limits.fraction == 1.0:
-            if rules.refuses_early:
-                asked = Between(min(asked.least, total - reserved), asked.most)
-            else:
-                asked = Between(asked.least, max(asked.most, _UNBOUNDED))
-        free = limits.driver.free
-        return cls(total, Between(free + releasable.least, free + releasable.most), asked)
+        cls, driver: DriverMemory, fraction: float, rules: Rules, reserved: int, releasable: Between
+    ) -> _Bounds:
+        now = int(fraction * driver.total) - reserved
+        least, most = now + releasable.least, now + releasable.most
+        if fraction == 1.0:  # set, or the default, which binds nothing
+            least = min(least, now) if rules.refuses_early else least
+            most = most if rules.refuses_early else max(most, _UNBOUNDED)
+        free = Between(driver.free + releasable.least, driver.free + releasable.most)
+        return cls(free, Between(least, most), driver.free, now)
 
 
 _UNBOUNDED = 1 << 62
@@ -523,43 +544,26 @@ _UNBOUNDED = 1 << 62
 def _headroom(
     groups: Sequence[_Group],
     rules: Rules,
-    settings: AllocatorSettings,
     bounds: _Bounds,
     blocks: Mapping[str, Between],
     stream: int,
+    new: _NewMemory,
     absent: dict[str, str],
-    *,
-    untouched: bool,
 ) -> Between:
-    (free_least, free_most), (asked_least, asked_most) = bounds.physical, bounds.asked
-    least = max(block.least for block in blocks.values())
-    most = max(block.most for block in blocks.values())
-    if not rules.expandable:
-        least = max(least, rules.largest_asking(min(free_least, asked_least)))
-        most = max(most, rules.largest_asking(min(free_most, asked_most)))
-    else:
-        page = rules.page(LARGE)
-        span = address_range(settings, bounds.total, page)
-        # Wherever it is mapped, so much is enough; beside what is free already, less may be.
-        upto = min(free_least // page * page, span)
-        least = max(least, rules.largest_asking(asked_least, rules.small_most, upto))
-        least = max(least, _small_page(rules, free_least, asked_least))
-        most = max(most, _small_page(rules, free_most, asked_most))
-        ranges = sorted(each for group in groups if group.kind == LARGE for each in group.ranges)
-        if untouched:
-            # What no range has addresses for now gets a new one, which may lie before the others.
-            room = max((each.tail + span - each.size for each in ranges), default=0)
-            gaps = [*_gaps(ranges, page, span), (0, span // page, 0)]
-            least = max(least, _first_fit(rules, gaps, page, free_least // page, asked_least, room))
-            most = max(most, _first_fit(rules, gaps, page, free_most // page, asked_most, span))
-        else:
-            if free_most >= page:
-                upto = free_most // page * page + _beside(ranges, page)
-                most = max(most, rules.largest_asking(asked_most, rules.small_most, min(upto, span)))
+    driver = new.least(bounds.free.least, bounds.asked.least)
+    # With max_split torch first gives back a block above it, and fails at one that is not the driver's own.
+    if rules.max_split is not None:
+        stuck = max((group.stuck for group in groups), default=0)
+        if stuck >= max(driver, rules.max_split):
+            driver = new.least(bounds.free_now, min(bounds.asked.least, bounds.asked_now))
+    least = max(driver, *(block.least for block in blocks.values()))
+    most = max(
+        new.most(bounds.free.most, bounds.asked.most), least, *(block.most for block in blocks.values())
+    )
     # A MemPool made with use_on_oom serves what fails elsewhere; whether it was is in no snapshot.
     spare = max((_largest(group) for group in groups if group.stream == stream and group.pool[1]), default=0)
     if least < max(most, spare):
-        if spare > most or not bounds.physical.exact:
+        if spare > most or not bounds.free.exact:
             absent["headroom"] = PRIVATE_POOLS
         elif "free_block.largest" in absent:
             absent["headroom"] = absent["free_block.largest"]
@@ -568,9 +572,62 @@ def _headroom(
     return Between(least, max(most, spare))
 
 
-def _small_page(rules: Rules, free: int, asked: int) -> int:
-    """The largest small request that a new page serves."""
-    return rules.largest_asking(asked, upto=rules.small_most) if free >= rules.page(SMALL) else 0
+class _NewMemory:
+    """The largest request that gets new memory, cudaMalloc's or mapped pages, on one stream."""
+
+    def __init__(
+        self, rules: Rules, settings: AllocatorSettings, groups: Sequence[_Group], total: int, untouched: bool
+    ) -> None:
+        self._rules = rules
+        self._page = page = rules.page(LARGE)
+        self._span = span = address_range(settings, total, page)
+        self._ranges = sorted(each for group in groups if group.kind == LARGE for each in group.ranges)
+        self._gaps = _gaps(self._ranges, page, span) if untouched else None
+
+    def least(self, free: int, asked: int) -> int:
+        """What is sure to succeed with so much free on the device, and if so much may be asked for."""
+        rules = self._rules
+        if not rules.expandable:
+            return rules.largest_asking(min(free, asked))
+        # Wherever it is mapped, so much is enough; beside what is free already, less may be.
+        upto = min(free // self._page * self._page, self._span)
+        sure = max(rules.largest_asking(asked, rules.small_most, upto), self._small(free, asked))
+        if self._gaps is None:
+            return sure
+        # What no range has addresses for before the flush gets a new one, which may lie before the others.
+        room = max((each.tail + self._span - each.size for each in self._ranges), default=0)
+        return max(sure, self._first_fit(self._gaps, free, asked, room))
+
+    def most(self, free: int, asked: int) -> int:
+        """What no larger request than this can exceed."""
+        rules = self._rules
+        if not rules.expandable:
+            return rules.largest_asking(min(free, asked))
+        pages = free // self._page
+        if self._gaps is not None:
+            large = self._first_fit(self._gaps, free, asked, self._span)
+        else:
+            upto = min(pages * self._page + _beside(self._ranges, self._page), self._span)
+            large = rules.largest_asking(asked, rules.small_most, upto) if pages else 0
+        return max(large, self._small(free, asked))
+
+    def _small(self, free: int, asked: int) -> int:
+        rules = self._rules
+        return rules.largest_asking(asked, upto=rules.small_most) if free >= rules.page(SMALL) else 0
+
+    def _first_fit(self, gaps: Sequence[tuple[int, int, int]], free: int, asked: int, room: int) -> int:
+        """The largest large request, up to ``room``: it goes into the first gap with addresses enough, be
+        there pages enough or not, else into a new range."""
+        page = self._page
+        pages = free // page
+        best, reach = 0, self._rules.small_most
+        for before, count, after in [*gaps, (0, self._span // page, 0)]:
+            whole = before + count * page + after
+            if whole > reach:
+                upto = whole if count <= pages else before + pages * page
+                best = max(best, self._rules.largest_asking(asked, reach, min(upto, room)))
+                reach = whole
+        return best
 
 
 def _gaps(ranges: Sequence[_Range], page: int, span: int) -> list[tuple[int, int, int]]:
@@ -588,21 +645,6 @@ def _gaps(ranges: Sequence[_Range], page: int, span: int) -> list[tuple[int, int
         if end:  # else all of it is given back, and its addresses with it
             gaps.append((before, (span - end) // page, 0))
     return gaps
-
-
-def _first_fit(
-    rules: Rules, gaps: Sequence[tuple[int, int, int]], page: int, pages: int, asked: int, room: int
-) -> int:
-    """The largest large request, up to ``room``, that is served by mapping so many pages: into the first gap
-    with enough addresses, be there pages enough or not, else into a new range."""
-    best, reach = 0, rules.small_most
-    for before, count, after in gaps:
-        whole = before + count * page + after
-        if whole > reach:
-            upto = whole if count <= pages else before + pages * page
-            best = max(best, rules.largest_asking(asked, reach, min(upto, room)))
-            reach = whole
-    return best
 
 
 def _beside(ranges: Sequence[_Range], page: int) -> int:
