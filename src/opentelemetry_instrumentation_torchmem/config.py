@@ -147,8 +147,8 @@ class Config:
     snapshot_share: float = _option(
         _share,
         0.001,
-        "The share of time that memory snapshots may take, 0 to 0.1; 0 for none, and no figure that needs one "
-        "(headroom, largest free block, private pools; fragmentation under expandable segments).",
+        "The share of time that memory snapshots may take, 0 to 0.1; 0 for none, and no figure that needs "
+        "one (headroom, largest free block, private pools; fragmentation under expandable segments).",
     )
     request_metrics: bool = _option(_yes_or_no, True, "Whether the metrics of requests are recorded.")
     targets: tuple[TargetSpec, ...] = _option(

@@ -14,10 +14,12 @@ from opentelemetry.metrics import MeterProvider, get_meter_provider
 from opentelemetry.trace import ProxyTracerProvider, TracerProvider, get_tracer, get_tracer_provider
 
 from . import oom
+from .allocator.captures import CaptureWatch
 from .allocator.dump import DumpDirectory
 from .allocator.pools import PoolWatch
 from .allocator.reading import AllocatorReading
 from .allocator.sampler import Sampler
+from .allocator.survey import Survey
 from .allocator.windows import OpenWindows
 from .config import Config
 from .metrics import Feed, is_set, registration
@@ -77,12 +79,14 @@ class _Wiring:
         config = Config.of(options, warn=lambda line: telemetry.say_once(line, "%s", line))
         windows = OpenWindows()
         self._pools = PoolWatch()
+        self._captures = CaptureWatch()
         sampler = Sampler(
             telemetry,
             self._pools,
             windows,
             sampling=config.sampling,
             max_reading_age=config.max_reading_age,
+            survey=Survey(telemetry, windows, self._captures, share=config.snapshot_share),
         )
         self._registration = registration(meter_provider)
         self._ooms = oom.OomWatch(
@@ -117,6 +121,7 @@ class _Wiring:
             self._requests, config.targets, disabled=config.disabled_targets, default_span=config.span
         )
         self._when_imported("torch.cuda.memory", self._pools.install)
+        self._when_imported("torch.cuda.graphs", self._captures.install)
         self._when_imported("torch", torch_imported)
         if config.oom_evidence:
             oom.activate(self._ooms)
@@ -148,6 +153,7 @@ class _Wiring:
         self._requests.close()
         self._registration.unplug()
         self._pools.remove()
+        self._captures.remove()
 
 
 def _dumps(config: Config) -> DumpDirectory | None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from .allocator.verdict import VERDICTS
 from .allocator.snapshot import ABSENT
+from .allocator.verdict import VERDICTS
 from .telemetry import REASONS, STEPS
 
 
@@ -441,8 +441,8 @@ METRICS: tuple[Metric, ...] = (
            "The most bytes held since the start or the user's last reset of the peaks.",
            lambda d: d.reading.reserved_peak),
     Metric("torch.memory.fragmentation", Kind.GAUGE, "1",
-           "The trapped share of what is held: split_free / reserved; under expandable segments from the last "
-           "snapshot. Absent while nothing is reserved.",
+           "The trapped share of what is held: split_free / reserved; under expandable segments from the "
+           "last snapshot. Absent while nothing is reserved.",
            lambda d: d.fragmentation),
     Metric("torch.memory.slack", Kind.GAUGE, "1",
            "The unused share of what is held: 1 - active / reserved. Valid in every mode; cache is in it.",
@@ -455,15 +455,16 @@ METRICS: tuple[Metric, ...] = (
            "Blocks in use or freed with a recorded stream still pending.", _pooled("active"), by=POOL),
     # what a snapshot tells
     Metric("torch.memory.headroom", Kind.GAUGE, "By",
-           "The largest single request on the default stream and pool that is sure to succeed, the allocator's "
-           "own flush allowed: never above the truth. What others take meanwhile is not in it.",
+           "The largest single request on the default stream and pool that is sure to succeed, the "
+           "allocator's own flush allowed: never above the truth. What others take meanwhile is not in it.",
            lambda d: d.map and d.map.headroom and d.map.headroom.least),
     Metric("torch.memory.free_block.largest", Kind.GAUGE, "By",
            "The largest request on the default stream and pool that is served without asking the driver.",
            lambda d: d.map and d.map.free_block_largest
            and {kind: block.least for kind, block in d.map.free_block_largest.items()}, by=POOL),
     Metric("torch.memory.private_pool.reserved", Kind.UP_DOWN_COUNTER, "By",
-           "Bytes held by the pools of CUDA graphs and by MemPools.", lambda d: d.map and d.map.private_reserved),
+           "Bytes held by the pools of CUDA graphs and by MemPools.",
+           lambda d: d.map and d.map.private_reserved),
     Metric("torch.memory.snapshot.age", Kind.GAUGE, "s",
            "How old the snapshot is that this cycle's figures of free blocks come from.",
            lambda d: d.map_age),

@@ -52,6 +52,8 @@ def test_values_as_the_environment_and_as_files_have_them(option, value, expecte
         ("max_reading_age", "nan", "a number of seconds from 0 up"),
         ("max_reading_age", True, "a number of seconds from 0 up"),
         ("request_metrics", "perhaps", "true or false"),
+        ("snapshot_share", 0.2, "a number from 0 to 0.1"),
+        ("snapshot_share", "much", "a number from 0 to 0.1"),
         ("excluded_metrics", 7, "comma-separated names, or a list of names"),
         ("excluded_metrics", ["a", 7], "comma-separated names, or a list of names"),
     ],

@@ -7,7 +7,10 @@ Pure data: no torch, no clock, no OpenTelemetry. A test builds a reading by hand
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+if TYPE_CHECKING:
+    from .snapshot import DeviceMap
 
 Statistics = Mapping[str, Any]
 """The allocator's nested statistics, less what this backend, mode or release cannot give."""
@@ -151,12 +154,24 @@ class DeviceState(NamedTuple):
     """The device's total, in bytes."""
     external: int | None
     """Bytes used on the device that this process's allocator does not hold."""
+    map: DeviceMap | None = None
+    """What the last snapshot said, if it is not too old."""
+    map_age: float | None = None
+    """Seconds between that snapshot and the collection."""
+
+    @property
+    def fragmentation(self) -> float | None:
+        """The trapped share of what is held, 0 to 1: from the reading, else from the snapshot."""
+        if self.reading.inactive_split is not None or self.map is None:
+            return self.reading.fragmentation
+        return _share(self.map.split_free, self.map.reserved)
 
     @property
     def ledger(self) -> Mapping[str, int] | None:
         """Disjoint states whose sum is the limit; None where they cannot be told or do not add up.
 
-        ``split_free`` and ``cached_free`` where the statistics tell them apart, else their sum ``cached``.
+        ``split_free`` and ``cached_free`` where the statistics tell them apart, or a snapshot of the same
+        moment does, else their sum ``cached``.
         """
         reading = self.reading
         allocated, active, reserved = reading.allocated, reading.active, reading.reserved
@@ -168,6 +183,8 @@ class DeviceState(NamedTuple):
         if free < 0:  # held beyond the device, as managed memory is: no split of the limit is true
             return None
         split = reading.inactive_split
+        if split is None and self.map is not None and self.map.is_of(reading):
+            split = self.map.split_free
         idle = (
             {"cached": reserved - active}
             if split is None

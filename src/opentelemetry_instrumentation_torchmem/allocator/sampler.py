@@ -16,6 +16,7 @@ from .reading import AllocatorReading, DeviceState, HostReading, external
 from .recorder import Recorder
 from .settings import AllocatorSettings
 from .source import Device, Source, initialised_torch
+from .survey import Survey, Surveyed
 from .windows import OpenWindows
 
 COUNTERS = (
@@ -52,7 +53,9 @@ class Sampler:
         *,
         sampling: str = "auto",
         max_reading_age: float = 15.0,
+        survey: Survey | None = None,
     ) -> None:
+        self._survey = survey
         self._telemetry = telemetry
         self._pools = pools
         self._windows = windows
@@ -125,12 +128,15 @@ class Sampler:
         settings = source.settings()  # first: the readings after it know whether segments are expandable
         may_read = self._may_read()
         devices: list[tuple[Device, DeviceState]] = []
+        surveyed: Mapping[int, Surveyed] = {}
         # looking for newly used devices reads them: not beside a request, which has looked itself
         used = source.used_devices(look=may_read and not self._windows.count)
         if not used and self._pools.suspect:
             self._telemetry.skip("pluggable_pool")
+        if self._survey is not None:
+            surveyed = self._attempt(self._survey.of, source, settings, used, may_read) or surveyed
         for index in used:
-            state = self._attempt(self._state, source, index, may_read)
+            state = self._attempt(self._state, source, index, may_read, surveyed.get(index))
             if state is not None:
                 devices.append((source.device(index), state))
         began = perf_counter()
@@ -157,7 +163,7 @@ class Sampler:
         self._telemetry.skip("pluggable_pool")
         return False
 
-    def _state(self, source: Source, index: int, may_read: bool) -> DeviceState:
+    def _state(self, source: Source, index: int, may_read: bool, surveyed: Surveyed | None) -> DeviceState:
         if self._pools.suspect and not may_read:
             self._telemetry.skip("pluggable_pool")
         latest = self._latest.get(index)
@@ -166,18 +172,18 @@ class Sampler:
                 None,
                 self._driver(source, index, latest)[1],
             )
-            return self._device_state(latest, limit, used_elsewhere)
+            return self._device_state(latest, limit, used_elsewhere, surveyed)
         if not may_read:
             if not self._pools.suspect:
                 self._telemetry.skip("sampling")
             nothing = AllocatorReading(index, monotonic(), {})
-            return self._device_state(nothing, self._driver(source, index, nothing)[1], None)
+            return self._device_state(nothing, self._driver(source, index, nothing)[1], None, surveyed)
         began = perf_counter()
         reading = self._latest[index] = source.read(index)
         self._telemetry.spent("stats", perf_counter() - began)
         used_elsewhere, limit = self._external[index] = self._driver(source, index, reading)
         self.recorder.note(reading, used_elsewhere)
-        return self._device_state(reading, limit, used_elsewhere)
+        return self._device_state(reading, limit, used_elsewhere, surveyed)
 
     def _serves(self, latest: AllocatorReading, may_read: bool) -> bool:
         """Whether a request's reading serves a collection.
@@ -200,7 +206,13 @@ class Sampler:
         self._telemetry.spent("device", perf_counter() - began)
         return external(reading, driver), driver.total
 
-    def _device_state(self, reading: AllocatorReading, limit: int, used_elsewhere: int | None) -> DeviceState:
+    def _device_state(
+        self,
+        reading: AllocatorReading,
+        limit: int,
+        used_elsewhere: int | None,
+        surveyed: Surveyed | None,
+    ) -> DeviceState:
         totals = self._totals.setdefault(reading.device, Totals())
         return DeviceState(
             reading=reading,
@@ -208,6 +220,8 @@ class Sampler:
             totals=totals.of(reading),
             limit=limit,
             external=used_elsewhere,
+            map=None if surveyed is None else surveyed.map,
+            map_age=None if surveyed is None else max(0.0, monotonic() - surveyed.at),
         )
 
     def _attempt(self, part: Callable[..., Any], *arguments: Any) -> Any:

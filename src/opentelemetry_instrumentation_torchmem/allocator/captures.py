@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a CUDA graph is being captured, on any thread: torch tells that of the calling one alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+_Note = Callable[[Any], None]
+
+
+class CaptureWatch:
+    """Replaces the ends of a capture on ``torch.cuda.CUDAGraph`` by plain functions that note them."""
+
+    def __init__(self) -> None:
+        self._capturing: WeakSet[Any] = WeakSet()
+        """Graphs; one whose capture was broken off goes with the graph."""
+        self._originals: dict[str, Any] = {}
+        self._class: Any = None
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._capturing)
+
+    def install(self, graphs: Any) -> None:
+        """Watch from now on; ``graphs`` is the imported module ``torch.cuda.graphs``."""
+        self._class = getattr(graphs, "CUDAGraph", None)
+        if self._class is None or self._originals:
+            return
+        self._replace("capture_begin", before=self._capturing.add)
+        self._replace("capture_end", after=self._capturing.discard)
+        self._replace("capture_end_pre", after=self._capturing.discard)  # from 2.15 on a step of its own
+
+    def remove(self) -> None:
+        """Put the class's own entries back, unless somebody has wrapped them since."""
+        for name, original in self._originals.items():
+            if getattr(self._class.__dict__.get(name), "__wrapped__", None) is original:
+                setattr(self._class, name, original)
+        self._originals = {}
+
+    def _replace(self, name: str, *, before: _Note | None = None, after: _Note | None = None) -> None:
+        original = self._class.__dict__.get(name)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def noted(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(graph)
+            try:
+                return original(graph, *args, **kwargs)
+            except BaseException:
+                self._capturing.discard(graph)
+                raise
+            finally:
+                if after is not None:
+                    after(graph)
+
+        self._originals[name] = original
+        setattr(self._class, name, noted)

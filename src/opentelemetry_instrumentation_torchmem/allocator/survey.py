@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes snapshots when.
+
+A snapshot holds the interpreter for its whole length, so it runs on a budget, in a moment without a request
+where one comes soon enough, and what it found grows old in the open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from time import monotonic, perf_counter, sleep
+from typing import NamedTuple
+
+from ..telemetry import OwnTelemetry
+from .captures import CaptureWatch
+from .settings import AllocatorSettings
+from .snapshot import DeviceMap, Limits, analyse, never_released
+from .source import NATIVE, Source
+from .windows import OpenWindows
+
+IDLE_WAIT = 0.1
+"""Seconds that a collection waits for a moment without a request, the interpreter free meanwhile."""
+OVERDUE = 60.0
+"""Seconds without such a moment after which a snapshot is taken beside requests."""
+
+
+class Surveyed(NamedTuple):
+    """What the last snapshot said of one device."""
+
+    map: DeviceMap
+    at: float
+    """Monotonic seconds."""
+
+
+class Survey:
+    """Takes the snapshots. Long-lived, one owner: the sampler's."""
+
+    def __init__(
+        self,
+        telemetry: OwnTelemetry,
+        windows: OpenWindows,
+        captures: CaptureWatch,
+        *,
+        share: float = 0.001,
+        max_age: float = 300.0,
+    ) -> None:
+        """``share`` of time is what all snapshots together may take, 0 for none; figures older than
+        ``max_age`` seconds are absent."""
+        self._telemetry = telemetry
+        self._windows = windows
+        self._captures = captures
+        self._share = share
+        self._max_age = max_age
+        self._surveyed: dict[int, Surveyed] = {}
+        self._not_before = -inf
+        self._taken_at = -inf
+
+    def of(
+        self, source: Source, settings: AllocatorSettings, used: Sequence[int], may_read: bool
+    ) -> Mapping[int, Surveyed]:
+        """The map of each used device, taken now if one is due and may be; none that is too old."""
+        if used and self._share and source.backend == NATIVE and self._may_look(may_read):
+            self._look(source, settings, used)
+        oldest = monotonic() - self._max_age
+        return {index: found for index, found in self._surveyed.items() if found.at >= oldest}
+
+    def _may_look(self, may_read: bool) -> bool:
+        now = monotonic()
+        if now < self._not_before:
+            return self._not_now("snapshot_budget")
+        if not may_read:
+            return self._not_now("snapshot_unsafe")
+        if self._captures.under_way:
+            return self._not_now("snapshot_capture")
+        while self._windows.count:
+            if now - self._taken_at >= OVERDUE and self._taken_at != -inf:
+                return True
+            if monotonic() - now >= IDLE_WAIT:
+                if self._taken_at == -inf:
+                    self._taken_at = now  # from here on it can be overdue
+                return self._not_now("snapshot_busy")
+            sleep(IDLE_WAIT / 20)
+        return not self._captures.under_way or self._not_now("snapshot_capture")
+
+    def _not_now(self, reason: str) -> bool:
+        self._telemetry.skip(reason)
+        return False
+
+    def _look(self, source: Source, settings: AllocatorSettings, used: Sequence[int]) -> None:
+        began = perf_counter()
+        at = monotonic()
+        try:
+            limits: dict[int, Limits] = {}
+            for index in used:
+                statistics = source.read(index)
+                limits[index] = Limits(
+                    driver=source.driver_memory(index),
+                    fraction=source.memory_fraction(index),
+                    reserved=statistics.reserved,
+                    untouched=never_released(statistics.statistics),
+                )
+            maps = analyse(source.snapshot()["segments"], settings, limits)
+            self._surveyed = {index: Surveyed(maps[index], at) for index in used if index in maps}
+        finally:
+            cost = perf_counter() - began
+            self._telemetry.spent("snapshot", cost)
+            self._taken_at = at
+            self._not_before = monotonic() + cost / self._share
