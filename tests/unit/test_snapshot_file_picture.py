@@ -245,6 +245,17 @@ def test_a_segment_a_byte_beside_one_of_terabytes_is_drawn():
     assert max(int(x) + int(width) for _, x, _, width in strokes(picture)) <= WIDTH + 30
 
 
+@pytest.mark.parametrize("per_segment", [100, 25_000])
+def test_a_hundred_thousand_blocks_make_a_file_that_browsers_open(per_segment):
+    blocks = [
+        (512 + index * 7919 % 400 * 512, ("allocated", "free")[index % 2]) for index in range(per_segment)
+    ]
+    many = [segment(*blocks, address=BASE + (number << 40)) for number in range(100_000 // per_segment)]
+    page = snapshot_picture.page("some.pickle", groups(many), RULES, told(*many))
+    assert len(page) < 3_000_000
+    assert page.count("<path") <= len(snapshot_picture.LEGEND)
+
+
 def test_very_many_groups_are_drawn_as_far_as_they_can_be_read():
     many = [segment((MIB, "free"), address=BASE + number * MIB, stream=number) for number in range(5000)]
     picture = draw(*many)

@@ -77,8 +77,8 @@ def _order(place: Place) -> tuple[object, ...]:
 def pieces(segment: Segment, rules: Rules) -> Iterator[tuple[int, int, str]]:
     """(address, size, look) in the order of addresses, the segment filled.
 
-    A free block is cached_free where `empty_cache()` gives it back as things stand: a whole segment, or of an
-    expandable one the whole pages, which are counted from the segment's begin.
+    A free block is cached_free where it is a whole segment, or in an expandable one whole pages, counted from
+    the segment's begin: what `empty_cache()` gives back, unless it is in a private pool that has an owner.
     """
     base = segment.address
     page = max(rules.page(segment.kind), 1) if segment.expandable else segment.size
