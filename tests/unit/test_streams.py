@@ -358,11 +358,21 @@ def test_a_generator_collected_inside_the_sdk_takes_none_of_its_locks(measured, 
     assert [span.name for span in measured.spans()] == ["stream", function.__name__]
 
 
-def test_a_pending_coroutine_collected_inside_the_sdk_takes_none_of_its_locks(measured):
-    async def waiting():
-        await asyncio.get_running_loop().create_future()
+async def waiting():
+    await asyncio.get_running_loop().create_future()
 
-    wrapped = measured.wrap(waiting)
+
+async def failing_while_waiting():
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        raise ValueError("in a finally")
+
+
+@pytest.mark.parametrize("function", [waiting, failing_while_waiting])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_pending_coroutine_collected_inside_the_sdk_takes_none_of_its_locks(measured, function):
+    wrapped = measured.wrap(function)
 
     def body() -> str:
         async def leave_behind() -> None:
@@ -383,7 +393,44 @@ def test_a_pending_coroutine_collected_inside_the_sdk_takes_none_of_its_locks(me
         return "collected"
 
     assert in_time(body) == "collected"
-    assert [(span.name, span.status.status_code.name) for span in measured.spans()] == [("waiting", "UNSET")]
+    (span,) = measured.spans()
+    assert (span.name, span.status.status_code.name) == (function.__name__, "UNSET")
+
+
+async def failing_while_aclosed():
+    try:
+        yield 1
+    finally:
+        raise ValueError("in a finally")
+
+
+async def catching_the_aclose():
+    try:
+        yield 1
+    except GeneratorExit:
+        return
+
+
+@pytest.mark.parametrize("function", [failing_while_aclosed, catching_the_aclose])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_async_generator_collected_inside_the_sdk_takes_none_of_its_locks(measured, function):
+    """Where no event loop takes care, it is closed on the spot."""
+    wrapped = measured.wrap(function)
+
+    def body() -> str:
+        kept = Cycle(wrapped())
+        with suppress(StopIteration):
+            kept.stream.asend(None).send(None)
+        with ExitStack() as held:
+            for lock in locks_of_the_sdk(measured):
+                assert lock.acquire(timeout=1)
+                held.callback(lock.release)
+            del kept
+            gc.collect()
+        return "collected"
+
+    assert in_time(body) == "collected"
+    assert [span.name for span in measured.spans()] == [function.__name__]
 
 
 def test_streams_dropped_while_this_thread_records_do_not_hang(measured):

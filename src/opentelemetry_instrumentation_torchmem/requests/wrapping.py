@@ -46,7 +46,7 @@ def wrap_attribute(
 
     Raises:
         AttributeError: there is no such attribute.
-        TypeError: it is a property, a class, or nothing that is called; or the owner cannot be changed.
+        TypeError: it is no function or method (but a property, a class); or the owner cannot be changed.
 
     Example:
         >>> undo = wrap_attribute(Engine, "generate", Target("app.Engine.generate", "generate"), requests)
@@ -57,7 +57,7 @@ def wrap_attribute(
     kind: type[Any] = type(entry)
     static_or_class = issubclass(kind, (staticmethod, classmethod))
     function: Any = cast("Any", entry).__func__ if static_or_class else entry
-    if isinstance(function, type) or not callable(function):
+    if not _is_function(function):
         where = f"{owner.__name__}.{attribute}"
         raise TypeError(
             f"{where} is a {type(function).__qualname__}: only functions and methods are measured"
@@ -75,7 +75,7 @@ def wrap_attribute(
     if static_or_class:
         made = cast("Any", kind)(wrapper)
     elif isinstance(owner, type) and not hasattr(kind, "__get__"):
-        made = staticmethod(wrapper)  # a callable object is not bound to instances: no more is ours
+        made = staticmethod(wrapper)  # a builtin is not bound to instances: no more is ours
     setattr(owner, attribute, made)
 
     def undo() -> None:
@@ -505,6 +505,11 @@ def _stream_kind(kind: type) -> type[_Followed] | None:
 
 
 # attributes
+
+
+def _is_function(thing: object) -> bool:
+    # from 3.13 on a partial has the looks of a method, and later it is one
+    return not issubclass(type(thing), functools.partial) and callable(thing) and inspect.isroutine(thing)
 
 
 def _entry(owner: type | ModuleType, attribute: str) -> Any:
