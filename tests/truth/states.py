@@ -64,8 +64,6 @@ MODES = {
     "reserve": Mode(f"expandable_segments_reserve:0.25,{ON}"),
 }
 
-GROWING = ("cudaMalloc", "cuMemCreate")
-
 
 @dataclass
 class Tally:
@@ -145,6 +143,8 @@ class Walk:
         self.pools: list[tuple[int, Any, list[Any]]] = []
         self.graphs: list[tuple[Any, list[Any]]] = []
         self.external = dict.fromkeys(self.devices, 0)
+        self.lends = False
+        """A MemPool has been made that serves what fails elsewhere."""
         self.scale = chance.choice([1, 4, 16])
         self.doings = [
             (self.allocate, 40),
@@ -222,10 +222,10 @@ class Walk:
     def pool(self) -> None:
         if len(self.pools) < 2:
             device = self.chance.choice(self.devices)
+            lends = self.chance.random() < 0.3
+            self.lends = self.lends or lends
             with self.torch.cuda.device(device):
-                pool = self.torch.cuda.MemPool(
-                    use_on_oom=self.chance.random() < 0.3, no_split=self.chance.random() < 0.2
-                )
+                pool = self.torch.cuda.MemPool(use_on_oom=lends, no_split=self.chance.random() < 0.2)
             self.pools.append((device, pool, []))
             self.in_pool()
 
@@ -261,12 +261,11 @@ class Walk:
         with torch.cuda.device(device):
             stream = torch.cuda.Stream(device)
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    for _ in range(self.chance.randrange(1, 5)):
-                        kept.append(torch.empty(self.size(), dtype=torch.uint8, device=f"cuda:{device}"))
-                        if self.chance.random() < 0.5:
-                            kept.pop(self.chance.randrange(len(kept)))
+            with torch.cuda.graph(graph, stream=stream), contextlib.suppress(torch.OutOfMemoryError):
+                for _ in range(self.chance.randrange(1, 5)):
+                    kept.append(torch.empty(self.size(), dtype=torch.uint8, device=f"cuda:{device}"))
+                    if self.chance.random() < 0.5:
+                        kept.pop(self.chance.randrange(len(kept)))
         self.graphs.append((graph, kept))
 
     def drop_graph(self) -> None:
@@ -333,20 +332,19 @@ def _walk(mode: str, seed: int, stops: int) -> Iterator[dict[str, Any]]:
         device = chance.choices(walk.devices, [3, 1])[0]
         live_pools = walk.live_pools if chance.random() < 0.7 else None
         where = f"{mode}, seed {seed}, stop {stop}, cuda:{device}"
-        yield vars(Judge(torch, device, live_pools, chance, where, of_mode.fraction).tally)
+        yield vars(Judge(walk, device, live_pools, where).tally)
 
 
 class Judge:
     """Holds one device's state against what its analysis says."""
 
-    def __init__(
-        self, torch: Any, device: int, live_pools: Any, chance: random.Random, where: str, shared: bool
-    ) -> None:
+    def __init__(self, walk: Walk, device: int, live_pools: Any, where: str) -> None:
         from opentelemetry_instrumentation_torchmem.allocator import snapshot
         from opentelemetry_instrumentation_torchmem.allocator.reading import DriverMemory
         from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorSettings
 
-        self.torch, self.device, self.chance, self.where = torch, device, chance, where
+        self.torch = torch = walk.torch
+        self.walk, self.device, self.chance, self.where = walk, device, walk.chance, where
         self.tally = Tally(states=1)
         whole = torch.cuda.memory._snapshot()
         self.settings = AllocatorSettings.of_snapshot(whole["allocator_settings"], os.environ)
@@ -363,7 +361,6 @@ class Judge:
             device
         ]
         self.pools_known = live_pools is not None
-        self.shared = shared
         self.ledger()
         self.trapped()
         self.free_blocks()
@@ -407,13 +404,17 @@ class Judge:
         """Whether a request succeeds now, and whether that takes no call of the driver."""
         torch = self.torch
 
+        def asked() -> int:
+            retries = torch.cuda.memory_stats_as_nested_dict(self.device)["num_alloc_retries"]
+            return retries + sum(map(control.count, ("cudaMalloc", "cuMemCreate")))
+
         def body() -> int:
-            before = sum(map(control.count, GROWING))
+            before = asked()
             try:
                 torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.device}")
             except RuntimeError:  # out of memory, or a fault of torch's on the way there
                 return 0
-            return 2 if sum(map(control.count, GROWING)) == before else 1
+            return 2 if asked() == before else 1
 
         answer = self.copy(body)
         return answer > 0, answer == 2
@@ -468,7 +469,9 @@ class Judge:
                 self.expect(self.attempt(least) == (True, True), f"{kind}: {least} is not served by a block")
             above = max(most, MIB if kind == "large" else 0) + 1
             if kind == "large" or above <= MIB:
-                self.expect(not self.attempt(above)[1], f"{kind}: {above} is served by a block")
+                # A pool that lends takes over from a fraction that refuses: no call of the driver either.
+                lent = self.walk.lends and self.walk.mode.fraction
+                self.expect(lent or not self.attempt(above)[1], f"{kind}: {above} is served by a block")
 
     def headroom(self) -> None:
         if self.map.headroom is None:
@@ -484,7 +487,7 @@ class Judge:
         for size in (most + 1, *self.chance.sample(larger, min(2, len(larger)))):
             self.expect(not self.attempt(size)[0], f"{size} succeeds")
         reason = None if least == most else self.map.absent["headroom"]
-        if reason == "memory_fraction" and not self.shared:
+        if reason == "memory_fraction" and not self.walk.mode.fraction:
             self.expect(not self.attempt(least + 1)[0], f"{least + 1} succeeds, and no fraction is set")
         if reason != "unmapped_addresses" or self.settings.divisions:  # one step of rounding may be larger
             return

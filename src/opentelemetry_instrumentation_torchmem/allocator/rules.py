@@ -7,7 +7,7 @@ Sizes are bytes. "Small" requests, up to 1 MiB when rounded, and "large" ones ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,23 +110,26 @@ class Rules:
         """The largest request that free blocks of these sizes serve, ``max_split`` aside."""
         return self._within(kind, max(sizes, default=0))
 
-    def served(self, kind: str, blocks: Iterable[FreeBlock]) -> Between:
-        """The largest request that these free blocks serve.
+    def served(self, kind: str, blocks: Iterable[FreeBlock], perhaps: Iterable[FreeBlock] = ()) -> Between:
+        """The largest request that these free blocks serve, where others may be free beside them.
 
         Of two blocks that can grow the allocator takes the one that can grow less, even if it is larger
-        now, and how far each can is not known. With ``max_split`` the larger one may be refused.
+        now; how far each can is not known. If it is refused, as ``max_split`` has it, one that can grow
+        may serve yet, as the place where new memory would be mapped.
         """
-        ordered = sorted(blocks)
+        sure = set(blocks)
+        ordered = sorted(sure.union(perhaps))
         most = 0
         for index in range(len(ordered) - 1, -1, -1):
             below = ordered[index - 1].size if index else 0
             size = self._within(kind, ordered[index].size)
             if size <= below:  # a smaller block is the best fit
                 continue
-            answers = [self._allows(size, block.size) for block in _may_take(ordered, index)]
-            if any(answers):
+            ends, certain = _may_take(ordered, index, sure)
+            allowed = [self._allows(size, block.size) for block in ends]
+            if any(allowed) or any(block.grows for block in ordered[index:]):
                 most = most or size
-            if all(answers):
+            if certain and all(allowed):
                 return Between(size, most)
         return Between(0, most)
 
@@ -168,13 +171,18 @@ def _reserve(text: str, total: int) -> int:
         return 0
 
 
-def _may_take(ordered: Sequence[FreeBlock], index: int) -> list[FreeBlock]:
-    """The blocks that the search may end at that begins with this one."""
-    taken = [ordered[index]]
-    while ordered[index].grows and index + 1 < len(ordered):
-        index += 1
-        taken.append(ordered[index])
-    return taken
+def _may_take(
+    ordered: Sequence[FreeBlock], index: int, sure: Collection[FreeBlock]
+) -> tuple[list[FreeBlock], bool]:
+    """The blocks that a search may end at that begins here, and whether it is sure to find one."""
+    taken: list[FreeBlock] = []
+    found = False
+    for block in ordered[index:]:
+        taken.append(block)
+        found = found or block in sure
+        if block in sure and not block.grows:
+            break
+    return taken, found
 
 
 def _floor_power(size: int) -> int:

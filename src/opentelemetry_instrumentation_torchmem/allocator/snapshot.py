@@ -495,24 +495,21 @@ def _free_blocks(
             for group in shared
             if group.stream == stream and group.kind == kind and (rules.expandable or not group.expandable)
         ]
-        now, then = (
-            _served(rules, kind, [(group.free, getattr(group, name)) for group in groups])
-            for name in ("within", "after")
-        )
-        found[kind] = Between(min(now.least, then.least), max(now.most, then.most))
+        if rules.max_split is None:  # the largest block counts alone
+            least, most = (
+                rules.largest_served(kind, (_largest(group.free, getattr(group, name)) for group in groups))
+                for name in ("within", "after")
+            )
+            found[kind] = Between(least, most)
+        else:
+            now = {block for group in groups for block in group.within}
+            then = {block for group in groups for block in group.after}
+            free = (FreeBlock(size, 0) for group in groups for size in group.free)
+            found[kind] = rules.served(kind, (now & then).union(free), now ^ then)
         if not found[kind].exact:
-            absent["free_block.largest"] = PENDING if now.exact and then.exact else MAX_SPLIT
+            pending = any(group.active != group.allocated for group in groups)
+            absent["free_block.largest"] = PENDING if pending else MAX_SPLIT
     return found
-
-
-def _served(rules: Rules, kind: str, free: Sequence[tuple[list[int], list[FreeBlock]]]) -> Between:
-    if rules.max_split is None:  # the largest block counts alone
-        sizes = [max(sizes, default=0) for sizes, _ in free]
-        sizes += [block.size for _, blocks in free for block in blocks]
-        size = rules.largest_served(kind, sizes)
-        return Between(size, size)
-    blocks = [FreeBlock(size, 0) for sizes, _ in free for size in sizes]
-    return rules.served(kind, blocks + [block for _, blocks in free for block in blocks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,7 +558,8 @@ def _headroom(
         new.most(bounds.free.most, bounds.asked.most), least, *(block.most for block in blocks.values())
     )
     # A MemPool made with use_on_oom serves what fails elsewhere; whether it was is in no snapshot.
-    spare = max((_largest(group) for group in groups if group.stream == stream and group.pool[1]), default=0)
+    pools = [group for group in groups if group.stream == stream and group.pool[1]]
+    spare = max((_largest(group.free, group.after) for group in pools), default=0)
     if least < max(most, spare):
         if spare > most or not bounds.free.exact:
             absent["headroom"] = PRIVATE_POOLS
@@ -673,8 +671,8 @@ def _pages(offset: int, size: int, page: int) -> int:
     return max(0, last - first)
 
 
-def _largest(group: _Group) -> int:
-    return max(max(group.free, default=0), max((block.size for block in group.after), default=0))
+def _largest(sizes: Iterable[int], blocks: Iterable[FreeBlock]) -> int:
+    return max(max(sizes, default=0), max((block.size for block in blocks), default=0))
 
 
 def _between(given: Iterable[_Group], perhaps: Iterable[_Group], name: str) -> Between:
