@@ -179,8 +179,8 @@ class Requests:
             if not recording and not metered:
                 if mode != "new" or trace.get_current_span(context) is not INVALID_SPAN:
                     return None  # what comes under the dropped parent is dropped as well
-                probe = Probe(self, target, series, span, trace.set_span_in_context(span, context))
-                probe.enter()
+                probe = Probe(self, target, series, span, Context(context | {_SPAN: span}))
+                probe.token = attach(probe.context)
                 return probe
             if not self._abandoned.empty():
                 self.drain()
@@ -464,8 +464,8 @@ class Probe:
         self.open = True
         self.recording = False
         self.window: Window | None = None
-        self.before: Sequence[AllocatorReading] = ()
-        self.after: Sequence[AllocatorReading] = ()
+        self.before: Readings = ()
+        self.after: Readings = ()
         self.ended_at: int | None = None
         self.began = self.ended = 0.0
         self.context = context
@@ -508,7 +508,8 @@ class Probe:
             self._requests.abandoned(self)
 
     def _close(self) -> bool:
-        """Make the caller's context current again and take the readings after; False if that is done."""
+        """Make the caller's context current again and take the readings after; False if that is done, or if
+        there is nothing to tell: the span was dropped."""
         if not self.open:
             return False
         self.open = False
@@ -519,14 +520,15 @@ class Probe:
                 token.var.reset(token)
             except ValueError:  # as in `leave`
                 pass
-        if window is not None:
-            self.ended = perf_counter()
-            self.ended_at = time_ns()
-            window.open = False
-            try:
-                self.after = self._requests.sampler.request_readings()
-            except Exception as error:
-                self._requests.fault(self.target, error)
+        if window is None:
+            return self.recording
+        self.ended = perf_counter()
+        self.ended_at = time_ns()
+        window.open = False
+        try:
+            self.after = self._requests.sampler.request_readings()
+        except Exception as error:
+            self._requests.fault(self.target, error)
         return True
 
     def __del__(self) -> None:
