@@ -10,6 +10,7 @@ import inspect
 import io
 import pickle
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,16 @@ def pass_through_known() -> Iterator[None]:
     wrapping.torch_imported(torch)
     yield
     wrapping.is_compiling = before
+
+
+def test_before_torch_2_3_the_compilers_own_answer_is_taken(monkeypatch):
+    """It comes with the compiler, which most processes never import."""
+    monkeypatch.setattr(wrapping, "is_compiling", wrapping._before_torch)
+    answers = [False, True]
+    monkeypatch.setattr(torch._dynamo, "is_compiling", lambda: answers.pop(0))
+    older = types.SimpleNamespace(compiler=types.SimpleNamespace(), jit=torch.jit)
+    wrapping.torch_imported(older)
+    assert [wrapping.is_compiling(), wrapping.is_compiling()] == [False, True]
 
 
 @contextmanager
