@@ -7,6 +7,7 @@ where one comes soon enough, and what it found grows old in the open.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from math import inf
 from time import monotonic, perf_counter, sleep
@@ -55,13 +56,22 @@ class Survey:
         self._surveyed: dict[int, Surveyed] = {}
         self._not_before = -inf
         self._taken_at = -inf
+        self._looking = threading.Lock()
+        """Never waited for: two readers of one provider may collect at the same time."""
 
     def of(
         self, source: Source, settings: AllocatorSettings, used: Sequence[int], may_read: bool
     ) -> Mapping[int, Surveyed]:
         """The map of each used device, taken now if one is due and may be; none that is too old."""
-        if used and self._share and source.backend == NATIVE and self._may_look(may_read):
-            self._look(source, settings, used)
+        if used and self._share and source.backend == NATIVE:
+            if self._looking.acquire(blocking=False):
+                try:
+                    if self._may_look(may_read):
+                        self._look(source, settings, used)
+                finally:
+                    self._looking.release()
+            else:
+                self._not_now("snapshot_budget")
         oldest = monotonic() - self._max_age
         return {index: found for index, found in self._surveyed.items() if found.at >= oldest}
 
