@@ -69,6 +69,8 @@ class Sampler:
         self._request_devices: list[int] = []
         self._looked_at = -inf
         self._sole_reader: int | None = None
+        self._thread = threading.local()
+        """``serves`` on a thread that requests run on."""
 
     def source(self) -> Source | None:
         """The source, or None while this process has no CUDA of its own to read."""
@@ -81,6 +83,7 @@ class Sampler:
 
     def request_readings(self) -> list[AllocatorReading]:
         """A reading of each used device, on the thread of a request; empty where there is nothing to read."""
+        self._thread.serves = True
         source = self._source
         if source is None or not source.is_alive():
             source = self.source()
@@ -134,7 +137,9 @@ class Sampler:
         if not used and self._pools.suspect:
             self._telemetry.skip("pluggable_pool")
         if self._survey is not None:
-            surveyed = self._attempt(self._survey.of, source, settings, used, may_read) or surveyed
+            serving = getattr(self._thread, "serves", False)
+            of = self._survey.of
+            surveyed = self._attempt(of, source, settings, used, may_read, serving) or surveyed
         for index in used:
             state = self._attempt(self._state, source, index, may_read, surveyed.get(index))
             if state is not None:

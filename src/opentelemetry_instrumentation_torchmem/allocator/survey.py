@@ -60,13 +60,21 @@ class Survey:
         """Never waited for: two readers of one provider may collect at the same time."""
 
     def of(
-        self, source: Source, settings: AllocatorSettings, used: Sequence[int], may_read: bool
+        self,
+        source: Source,
+        settings: AllocatorSettings,
+        used: Sequence[int],
+        may_read: bool,
+        serving: bool,
     ) -> Mapping[int, Surveyed]:
-        """The map of each used device, taken now if one is due and may be; none that is too old."""
+        """The map of each used device, taken now if one is due and may be; none that is too old.
+
+        ``serving`` says that the calling thread is one that requests run on.
+        """
         if used and self._share and source.backend == NATIVE:
             if self._looking.acquire(blocking=False):
                 try:
-                    if self._may_look(may_read):
+                    if self._may_look(may_read, serving):
                         self._look(source, settings, used)
                 finally:
                     self._looking.release()
@@ -75,7 +83,7 @@ class Survey:
         oldest = monotonic() - self._max_age
         return {index: found for index, found in self._surveyed.items() if found.at >= oldest}
 
-    def _may_look(self, may_read: bool) -> bool:
+    def _may_look(self, may_read: bool, serving: bool) -> bool:
         now = monotonic()
         if now < self._not_before:
             return self._not_now("snapshot_budget")
@@ -84,6 +92,8 @@ class Survey:
         if self._captures.under_way:
             return self._not_now("snapshot_capture")
         while self._windows.count:
+            if serving:  # the request would wait for itself
+                return self._not_now("snapshot_busy")
             if now - self._taken_at >= OVERDUE and self._taken_at != -inf:
                 return True
             if monotonic() - now >= IDLE_WAIT:
