@@ -137,7 +137,11 @@ class Evidence:
             told[signals.OOM_HEADROOM.name] = None if headroom is None else headroom.least
             told[signals.OOM_FRAGMENTATION.name] = self.map.fragmentation
         ledger = None if self.state is None else self.state.ledger
-        if ledger is not None:
+        if ledger is not None and self.state is not None:
+            if failure is None:
+                told[signals.OOM_DEVICE_FREE.name] = ledger["free"]
+                told[signals.OOM_DEVICE_TOTAL.name] = self.state.limit
+                told[signals.OOM_RESERVED.name] = self.state.reading.reserved
             told[signals.OOM_LEDGER.name] = [f"{state}={size}" for state, size in ledger.items()]
         if self.recent:
             told[signals.OOM_READINGS.name] = [_reading_line(brief, self.at) for brief in self.recent]
@@ -373,6 +377,7 @@ class OomWatch:
             known_driver = None if driver is None or free is None else DriverMemory(free, driver.total)
             limits = Limits(known_driver, known_fraction, reading.reserved)
             device_map = attempt(_map, snapshot, settings, device, limits, stream)
+        requests = attempt(self._in_flight, device, reading) or ()
         if given is not None:
             failure = Failure(
                 asked=given[0],
@@ -383,6 +388,7 @@ class OomWatch:
                 blocks=attempt(_blocks, device_map, settings, stream, given[0]),
                 free_now=None if driver is None else driver.free,
                 pending_before=_pending_before(before, reading),
+                alone=len(requests) == 1,
                 idle_before=None if before is None else before.cached,
                 baseline=self._sampler.recorder.least_external(device),
                 page=_page(settings),
@@ -395,7 +401,7 @@ class OomWatch:
             state=_state(reading, driver, free),
             map=device_map,
             recent=recent,
-            requests=attempt(self._in_flight, device, reading) or (),
+            requests=requests,
             settings=settings,
             capturing=attempt(source.is_capturing),
             more=more,

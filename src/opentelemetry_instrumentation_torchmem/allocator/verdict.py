@@ -79,6 +79,8 @@ class Failure(NamedTuple):
     """On the device, when the rest was read."""
     pending_before: int = 0
     """Pending frees that were seen before."""
+    alone: bool = False
+    """Whether one request was in flight: nobody else is known who could have freed anything meanwhile."""
     idle_before: int | None = None
     """Free bytes that were held in all before."""
     baseline: int | None = None
@@ -104,7 +106,7 @@ def verdict(failure: Failure) -> str:
     if over and asked <= free:
         return "fraction"
     if blocks is not None and _would_fit(failure, blocks.largest):
-        return "pending_frees" if failure.pending_before else "changed_meanwhile"
+        return "pending_frees" if failure.pending_before or failure.alone else "changed_meanwhile"
     if blocks is not None and blocks.pending and blocks.pending + blocks.own + free >= asked:
         return "pending_frees"
     if failure.free_now is not None and asked <= failure.free_now and not over:

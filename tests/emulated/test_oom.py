@@ -1,0 +1,806 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Out of memory errors of the real allocator: each verdict, the evidence, and what stays the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections import Counter
+
+import pytest
+from exported import Exported, Traced
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+
+from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor, oom
+from opentelemetry_instrumentation_torchmem.requests.track import track
+
+pytestmark = pytest.mark.needs_emulation
+
+MIB = 1 << 20
+EVENT = "torch.memory.oom.evidence"
+VERDICTS = "torch.memory.oom.verdicts"
+
+
+class Watched:
+    """Instrumented, with what the SDK received in memory."""
+
+    def __init__(self, **options) -> None:
+        self.exported = Exported()
+        self.traced = Traced()
+        self.exporter = InMemoryLogRecordExporter()
+        self.logs = LoggerProvider(shutdown_on_exit=False)
+        self.logs.add_log_record_processor(SimpleLogRecordProcessor(self.exporter))
+        self.instrument(**options)
+
+    def instrument(self, **options) -> None:
+        TorchMemInstrumentor().instrument(
+            meter_provider=self.exported.provider,
+            tracer_provider=self.traced.provider,
+            logger_provider=self.logs,
+            **options,
+        )
+
+    @property
+    def events(self) -> list[dict]:
+        """Of the spans that have ended."""
+        spans = self.traced.spans
+        return [told(event.attributes) for span in spans for event in span.events if event.name == EVENT]
+
+    @property
+    def records(self) -> list:
+        return [each.log_record for each in self.exporter.get_finished_logs()]
+
+    @property
+    def verdicts(self) -> dict[str, int]:
+        """By the counter, those that are not 0."""
+        points = self.exported.collect().all(VERDICTS)
+        return {labels["torch.memory.oom.verdict"]: value for labels, value in points if value}
+
+
+def told(attributes) -> dict:
+    return {
+        name.removeprefix("torch.memory.oom."): list(value) if isinstance(value, tuple) else value
+        for name, value in attributes.items()
+    }
+
+
+def take(size, stream=None):
+    import torch
+
+    with torch.cuda.stream(stream):
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def fail(size, stream=None) -> Exception:
+    import torch
+
+    try:
+        take(size, stream)
+    except torch.OutOfMemoryError as error:
+        return error
+    raise AssertionError("it fitted")
+
+
+def verdict_of(watched: Watched, size: int, stream=None) -> dict:
+    """The evidence of a request that fails; the event, the record and the counter agree."""
+    with track("answer"):
+        fail(size, stream)
+    (event,) = watched.events
+    (record,) = watched.records
+    assert told(record.attributes) == event
+    assert record.body == event["summary"]
+    assert watched.verdicts == {event["verdict"]: 1}
+    return event
+
+
+# ---- each verdict ----
+
+
+def over_the_fraction() -> dict:
+    import torch
+
+    watched = Watched()
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    kept = take(400 * MIB)
+    event = verdict_of(watched, 200 * MIB)
+    return event | {"kept": kept.numel()}
+
+
+def with_pending_frees(read_before: bool) -> dict:
+    import torch
+    from emulator import control
+
+    watched = Watched()
+    side = torch.cuda.Stream()
+    filler = take(1004 * MIB)
+    beside, freed = take(8 * MIB), take(12 * MIB)  # one segment of 20 MiB
+    control.hold(side)
+
+    def free_it():
+        nonlocal freed
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1)
+        freed.record_stream(side)
+        freed = None
+
+    if read_before:
+        free_it()
+    with track("answer"):
+        if not read_before:
+            free_it()
+        fail(12 * MIB)
+    (event,) = watched.events
+    assert take(12 * MIB).numel() == 12 * MIB  # it fits now, as the verdict says
+    return event | {"kept": filler.numel() + beside.numel()}
+
+
+def held_by_a_pool() -> dict:
+    import torch
+
+    watched = Watched()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        in_pool = [take(100 * MIB) for _ in range(6)]
+    del in_pool
+    kept = take(200 * MIB)
+    event = verdict_of(watched, 300 * MIB)
+    return event | {"kept": kept.numel(), "pool": str(pool.id)}
+
+
+def held_by_a_graph() -> dict:
+    import torch
+
+    watched = Watched()
+    kept = take(200 * MIB)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            inside = [take(100 * MIB) for _ in range(6)]
+            del inside
+    event = verdict_of(watched, 300 * MIB)
+    del graph
+    return event | {"kept": kept.numel()}
+
+
+def split(stream=None, segments: int = 20) -> list:
+    """2 of each 20 MiB in use: 360 MiB free, no block larger than 18."""
+    pairs = [(take(2 * MIB, stream), take(9 * MIB, stream), take(9 * MIB, stream)) for _ in range(segments)]
+    return [first for first, *_ in pairs]
+
+
+def held_by_another_stream() -> dict:
+    import torch
+
+    watched = Watched()
+    kept = split(torch.cuda.Stream())
+    filler = take(424 * MIB)
+    event = verdict_of(watched, 300 * MIB)
+    return event | {"kept": len(kept) + filler.numel()}
+
+
+def fragmented() -> dict:
+    watched = Watched()
+    kept = split()
+    filler = take(424 * MIB)
+    event = verdict_of(watched, 300 * MIB)
+    return event | {"kept": len(kept) + filler.numel()}
+
+
+def fragmented_for_another_stream() -> dict:
+    """The failing thread's stream is not the default one: what is free on the default one is another's."""
+    import torch
+
+    watched = Watched()
+    kept = split()
+    side = torch.cuda.Stream()
+    filler = take(424 * MIB)
+    event = verdict_of(watched, 300 * MIB, side)
+    return event | {"kept": len(kept) + filler.numel()}
+
+
+def memory_outside() -> dict:
+    from emulator import control
+
+    watched = Watched()
+    control.external_malloc(0, 100 * MIB)
+    kept = take(200 * MIB)
+    watched.exported.collect()
+    control.external_malloc(0, 400 * MIB)
+    event = verdict_of(watched, 500 * MIB)
+    return event | {"kept": kept.numel()}
+
+
+def full() -> dict:
+    watched = Watched()
+    kept = take(700 * MIB)
+    event = verdict_of(watched, 500 * MIB)
+    return event | {"kept": kept.numel()}
+
+
+def small_and_full() -> dict:
+    watched = Watched()
+    kept = take(1024 * MIB)
+    event = verdict_of(watched, 1000)
+    return event | {"kept": kept.numel()}
+
+
+def changed_meanwhile() -> dict:
+    """Another request frees what it holds between the failure and our look at it."""
+    import torch
+
+    torch.cuda.init()
+    holding, failed, freed, told = (threading.Event() for _ in range(4))
+
+    def other_request() -> None:
+        with track("another"):
+            kept = take(700 * MIB)
+            holding.set()
+            failed.wait(30)
+            del kept
+            freed.set()
+            told.wait(30)
+
+    def in_between(*_) -> None:
+        failed.set()
+        freed.wait(30)
+
+    torch._C._cuda_attach_out_of_memory_observer(in_between)  # before ours
+    watched = Watched()
+    thread = threading.Thread(target=other_request)
+    with track("answer"):
+        thread.start()
+        holding.wait(30)
+        fail(500 * MIB)
+    told.set()
+    thread.join()
+    return watched.events[0]
+
+
+def changed_by_the_driver() -> dict:
+    from emulator import control
+
+    watched = Watched()
+    kept = take(100 * MIB)
+    control.fail("cudaMalloc", 1)
+    control.fail("cudaMalloc", 2)
+    event = verdict_of(watched, 500 * MIB)
+    return event | {"kept": kept.numel()}
+
+
+EXPECTED = [
+    (over_the_fraction, (), "fraction", "Over the fraction", "(400.0 MiB held, 512.0 MiB allowed)"),
+    (with_pending_frees, (True,), "pending_frees", "Pending frees", "largest free block is 12.0 MiB now"),
+    (with_pending_frees, (False,), "pending_frees", "Pending frees", "largest free block is 12.0 MiB now"),
+    (held_by_a_pool, (), "private_pools", "Held by private pools", "(600.0 MiB)"),
+    (held_by_a_graph, (), "private_pools", "Held by private pools", "(600.0 MiB)"),
+    (held_by_another_stream, (), "another_stream", "Held by another stream", "(360.0 MiB)"),
+    (fragmented_for_another_stream, (), "another_stream", "Held by another stream", "(360.0 MiB)"),
+    (
+        fragmented,
+        (),
+        "fragmented",
+        "Fragmented",
+        "(360.0 MiB held and free, the largest block of use 18.0 MiB)",
+    ),
+    (memory_outside, (), "outside_pytorch", "Memory outside PyTorch", "(400.0 MiB more than at the least)"),
+    (full, (), "full", "Full", "500.0 MiB asked of the driver, 324.0 MiB free of 1.00 GiB"),
+    (small_and_full, (), "full", "Full", "2.0 MiB asked of the driver, 0 B free of 1.00 GiB"),
+    (changed_meanwhile, (), "changed_meanwhile", "Changed meanwhile", "is 700.0 MiB now"),
+    (changed_by_the_driver, (), "changed_meanwhile", "Changed meanwhile", "924.0 MiB free of 1.00 GiB"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "args", "expected", "words", "figures"),
+    EXPECTED,
+    ids=[f"{row[0].__name__}{row[1] or ''}" for row in EXPECTED],
+)
+def test_each_verdict_is_reached_from_a_real_error(gpu, body, args, expected, words, figures):
+    event = gpu.run(body, args=args, memory="1GiB")
+    assert event["verdict"] == expected
+    assert words in event["summary"]
+    assert figures in event["summary"]
+    ledger = dict(line.split("=") for line in event["ledger"])
+    assert sum(map(int, ledger.values())) == event["device_total"] == 1 << 30
+    assert event["requests_in_flight"] == (2 if body is changed_meanwhile else 1)
+    print(event["summary"])
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [(over_the_fraction, "fraction"), (full, "full"), (memory_outside, "outside_pytorch")],
+)
+def test_verdicts_under_expandable_segments(gpu, body, expected):
+    event = gpu.run(body, memory="1GiB", alloc_conf="expandable_segments:True")
+    assert event["verdict"] == expected
+    assert event["settings"] == "expandable_segments:True"
+
+
+def fragmented_expandable() -> dict:
+    watched = Watched()
+    blocks = [take(19 * MIB) for _ in range(50)]  # pages of 20 MiB, none of them wholly free after
+    del blocks[1::2]
+    event = verdict_of(watched, 400 * MIB)
+    return event | {"kept": len(blocks)}
+
+
+def test_fragmented_under_expandable_segments(gpu):
+    event = gpu.run(fragmented_expandable, memory="1GiB", alloc_conf="expandable_segments:True")
+    assert event["verdict"] == "fragmented"
+    assert event["fragmentation"] > 0.3
+    assert event["headroom"] < 400 * MIB
+
+
+# ---- what the evidence holds ----
+
+
+def evidence(dumps: str) -> dict:
+    import torch
+    from opentelemetry import trace
+
+    watched = Watched(oom_dump_dir=dumps)
+    kept = split()
+    for _ in range(3):
+        watched.exported.collect()
+        time.sleep(1.05)
+    filler = take(424 * MIB)
+    before = torch.cuda.memory_reserved()
+    more = None
+
+    def other_request(started: threading.Event, done: threading.Event) -> None:
+        nonlocal more
+        with track("warm up"):
+            more = take(20 * MIB)
+            started.set()
+            done.wait(30)
+
+    started, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=other_request, args=(started, done))
+    thread.start()
+    started.wait(30)
+    with track("answer"):
+        span = trace.get_current_span().get_span_context()
+        fail(300 * MIB)
+        after = torch.cuda.memory_snapshot(include_traces=False)
+    done.set()
+    thread.join()
+    (event,) = watched.events
+    (record,) = watched.records
+    return {
+        "event": event,
+        "record": [record.event_name, record.severity_text, record.trace_id, record.span_id],
+        "span": [span.trace_id, span.span_id],
+        "reserved": torch.cuda.memory_reserved(),
+        "before": before,
+        "after": pickle.dumps(after).hex(),
+        "kept": len(kept) + filler.numel(),
+    }
+
+
+def test_the_evidence_is_whole_and_carries_the_trace(gpu, tmp_path):
+    got = gpu.run(evidence, args=[str(tmp_path)], memory="1GiB")
+    event = got["event"]
+    assert got["record"] == [EVENT, "WARN", *got["span"]]
+    assert event["asked"] == 300 * MIB
+    assert event["device_free"] == (1024 - 400 - 424 - 20) * MIB
+    assert event["reserved"] == got["reserved"] == got["before"] + 20 * MIB
+    assert event["own_free"] == 360 * MIB
+    assert event["own_largest"] == 18 * MIB
+    assert event["headroom"] == event["device_free"]
+    assert event["fragmentation"] == pytest.approx(360 / 844)
+    assert event["external_growth"] == 0
+    assert event["other_streams_free"] == event["private_pools_free"] == 0
+    assert event["capturing"] is False
+    assert event["torch.device"] == "cuda:0"
+    assert event["hw.id"].startswith("GPU-")
+    assert "more" not in event
+    assert "allowed" not in event
+    assert "settings" not in event  # nobody set any
+    readings = [dict(part.split("=") for part in line.split()) for line in event["readings"]]
+    assert len(readings) >= 4
+    ages = [float(reading["age"]) for reading in readings]
+    assert ages == sorted(ages, reverse=True)
+    assert ages[0] > 2
+    assert int(readings[0]["allocated"]) == 40 * MIB
+    assert int(readings[-1]["allocated"]) == (40 + 424 + 20) * MIB
+    requests = [dict(part.rsplit("=", 1) for part in line.split(" ")[-2:]) for line in event["requests"]]
+    assert event["requests_in_flight"] == 2
+    assert [line.split(" age=")[0] for line in event["requests"]] == ["operation=warm up", "operation=answer"]
+    assert [int(request["reserved_growth"]) for request in requests] == [20 * MIB, 0]
+    assert all(0 <= float(request["age"]) < 60 for request in requests)
+
+
+class PlainDataOnly(pickle._Unpickler):
+    def find_class(self, module: str, name: str):
+        raise AssertionError(f"{module}.{name} in a dump")
+
+
+def test_the_dump_is_plain_data_that_torchs_tools_open(gpu, tmp_path):
+    got = gpu.run(evidence, args=[str(tmp_path)], memory="1GiB")
+    (path,) = tmp_path.iterdir()
+    assert got["event"]["dump"] == str(path)
+    with open(path, "rb") as file:
+        dump = PlainDataOnly(file).load()
+    assert dump["segments"] == pickle.loads(bytes.fromhex(got["after"]))
+    assert dump["device_traces"] == [[]]
+    assert dump["allocator_settings"]["expandable_segments"] is False
+    from torch.cuda import _memory_viz
+
+    assert "20.0MiB" in _memory_viz.segsum(dump)
+    assert len(_memory_viz.segment_plot(dump)) > 1000
+
+
+# ---- what stays the user's ----
+
+
+def the_users_own(instrumented: bool, first: bool) -> dict:
+    import torch
+
+    seen = []
+    torch.cuda.memory._record_memory_history(max_entries=1000, stacks="python")
+    if first:
+        torch.cuda.init()
+        torch._C._cuda_attach_out_of_memory_observer(lambda *given: seen.append(given))
+    watched = Watched() if instrumented else None
+    kept = take(700 * MIB)
+    if not first:
+        torch._C._cuda_attach_out_of_memory_observer(lambda *given: seen.append(given))
+    with track("answer"):
+        error = fail(500 * MIB)
+    snapshot = torch.cuda.memory._snapshot()
+    return {
+        "seen": seen,
+        "error": [
+            type(error) is torch.OutOfMemoryError,
+            str(error).split(" GPU ")[0],
+            error.args == (str(error),),
+        ],
+        "chain": [error.__cause__, error.__context__, getattr(error, "__notes__", None)],
+        "history": Counter(entry["action"] for entry in snapshot["device_traces"][0]),
+        "frames": any(block["frames"] for segment in snapshot["segments"] for block in segment["blocks"]),
+        "told": None if watched is None else watched.verdicts,
+        "kept": kept.numel(),
+    }
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_users_observer_history_and_exception_are_as_without(gpu, first):
+    with_us = gpu.run(the_users_own, args=[True, first], memory="1GiB")
+    without = gpu.run(the_users_own, args=[False, first], memory="1GiB")
+    assert with_us.pop("told") == {"full": 1}
+    assert without.pop("told") is None
+    with_us["history"].pop("snapshot", None)
+    without["history"].pop("snapshot", None)
+    assert with_us == without
+    assert len(with_us["seen"]) == 1
+    assert with_us["chain"] == [None, None, None]
+    assert with_us["history"]["oom"] == 1
+
+
+def an_exception_passes_through() -> list:
+    import torch
+
+    Watched()
+    kept = take(700 * MIB)
+    raised = []
+
+    def inner() -> None:
+        try:
+            take(500 * MIB)
+        except torch.OutOfMemoryError as error:
+            raised.append(error)
+            raise
+
+    try:
+        with track("answer"):
+            inner()
+    except torch.OutOfMemoryError as error:
+        return [error is raised[0], len(raised), kept.numel()]
+    return []
+
+
+def test_the_exception_is_the_same_object(gpu):
+    assert gpu.run(an_exception_passes_through, memory="1GiB") == [True, 1, 700 * MIB]
+
+
+def faults_of_ours() -> dict:
+    watched = Watched()
+    kept = take(700 * MIB)
+
+    def broken(*_):
+        raise SystemError("ours")
+
+    whole = oom.OomWatch._examine
+    oom.OomWatch._examine = broken
+    error = fail(500 * MIB)
+    oom.OomWatch._examine = whole
+    oom.OomWatch.seen = broken
+    again = fail(500 * MIB)
+    return {
+        "errors": [type(error).__name__, type(again).__name__],
+        "verdicts": watched.verdicts,
+        "skipped": watched.exported.value("torch.memory.telemetry.skipped", reason="error"),
+        "kept": kept.numel(),
+    }
+
+
+def test_a_fault_of_ours_does_not_take_the_place_of_the_exception(gpu):
+    got = gpu.run(faults_of_ours, memory="1GiB")
+    assert got["errors"] == ["OutOfMemoryError", "OutOfMemoryError"]
+    assert got["verdicts"] == {"unknown": 1}
+    assert got["skipped"] == 1
+    assert gpu.last.stderr.count("evidence of an out of memory error is incomplete") == 1
+
+
+def out_of_memory_while_it_is_told() -> dict:
+    watched = Watched()
+
+    class Greedy:
+        def on_emit(self, _):
+            fail(600 * MIB)
+            nested.append(1)
+
+        def shutdown(self): ...
+        def force_flush(self, timeout_millis=0): ...
+
+    nested = []
+    watched.logs.add_log_record_processor(Greedy())
+    kept = take(700 * MIB)
+    with track("answer"):
+        fail(500 * MIB)
+    return {
+        "nested": nested,
+        "events": [event["verdict"] for event in watched.events],
+        "records": len(watched.records),
+        "kept": kept.numel(),
+    }
+
+
+def test_an_error_while_one_is_told_ends(gpu):
+    got = gpu.run(out_of_memory_while_it_is_told, memory="1GiB", timeout=60)
+    assert got == {"nested": [1], "events": ["full"], "records": 1, "kept": 700 * MIB}
+
+
+# ---- when it is attached ----
+
+
+def the_very_first_request() -> dict:
+    from emulator import control
+
+    watched = Watched()
+    import torch
+
+    before = [torch.cuda.is_initialized(), control.contexts_made()]
+    with track("answer"):
+        fail(2000 * MIB)
+    return {"before": before, "events": watched.events, "records": len(watched.records)}
+
+
+def test_the_first_request_of_a_process_is_seen_and_no_context_is_made_before(gpu):
+    got = gpu.run(the_very_first_request, memory="1GiB")
+    assert got["before"] == [False, 0]
+    assert [event["verdict"] for event in got["events"]] == ["full"]
+    assert got["records"] == 1
+
+
+def on_and_off() -> list:
+    import torch
+
+    watched = Watched()
+    kept = take(700 * MIB)
+    told = []
+
+    def look() -> None:
+        with track("answer"):
+            fail(500 * MIB)
+        told.append([len(watched.records), watched.verdicts.get("full", 0)])
+
+    look()
+    TorchMemInstrumentor().uninstrument()
+    look()
+    for _ in range(3):
+        watched.instrument()
+        TorchMemInstrumentor().uninstrument()
+    watched.instrument(oom_evidence=False)
+    look()
+    TorchMemInstrumentor().uninstrument()
+    watched.instrument()
+    look()
+    return [told, kept.numel(), torch.cuda.is_initialized()]
+
+
+def test_uninstrumented_it_is_silent_and_comes_alive_again_once(gpu):
+    told, *_ = gpu.run(on_and_off, memory="1GiB")
+    assert told == [[1, 1], [1, 0], [1, 0], [2, 1]]
+
+
+def instrumented_only_before_initialisation() -> list:
+    import torch
+
+    watched = Watched()
+    TorchMemInstrumentor().uninstrument()
+    torch.cuda.init()
+    fail(2000 * MIB)
+    silent = len(watched.records)
+    watched.instrument()
+    fail(2000 * MIB)
+    return [silent, len(watched.records)]
+
+
+def test_what_was_taken_back_before_initialisation_attaches_nothing_until_it_is_wanted(gpu):
+    assert gpu.run(instrumented_only_before_initialisation, memory="1GiB") == [0, 1]
+
+
+def on_another_backend() -> dict:
+    watched = Watched()
+    error = None
+    try:
+        with track("answer"):
+            take(3000 * MIB)
+    except RuntimeError as raised:
+        error = type(raised).__name__
+    watched.exported.collect()
+    return {"error": error, "records": len(watched.records), "told": VERDICTS in watched.exported.names}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"alloc_conf": "backend:cudaMallocAsync"}, "OutOfMemoryError"),
+        ({"env": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}, "AcceleratorError"),
+    ],
+    ids=["cudaMallocAsync", "uncached"],
+)
+def test_a_backend_without_observers_is_left_alone(gpu, settings, error):
+    got = gpu.run(on_another_backend, memory="1GiB", **settings)
+    assert got == {"error": error, "records": 0, "told": False}
+    assert "torchmem" not in gpu.last.stderr
+
+
+def on_a_pluggable_allocator(library: str) -> dict:
+    import torch
+
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(library, "take", "give")
+    torch.cuda.memory.change_current_allocator(allocator)
+    watched = Watched()
+    kept = take(10 * MIB)
+    watched.exported.collect()
+    return {"told": VERDICTS in watched.exported.names, "kept": kept.numel()}
+
+
+def test_a_pluggable_allocator_is_left_alone(gpu, pluggable):
+    got = gpu.run(on_a_pluggable_allocator, args=[pluggable], memory="1GiB")
+    assert got == {"told": False, "kept": 10 * MIB}
+    assert "torchmem" not in gpu.last.stderr
+
+
+def beside_a_pool_that_needs_the_interpreter(library: str) -> dict:
+    import torch
+
+    watched = Watched()
+    kept = take(700 * MIB)
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(
+        library, "take_with_interpreter", "give_with_interpreter"
+    )
+    pool = torch.cuda.MemPool(allocator.allocator())
+
+    with track("first"):  # the one thread that reads from now on
+        pass
+    thread = threading.Thread(target=lambda: fail(500 * MIB))
+    thread.start()
+    thread.join()
+    (record,) = watched.records
+    return {"record": told(record.attributes), "kept": kept.numel(), "pool": str(pool.id)}
+
+
+def test_where_a_reading_could_hang_nothing_is_read(gpu, pluggable):
+    got = gpu.run(beside_a_pool_that_needs_the_interpreter, args=[pluggable], memory="1GiB")
+    record = got["record"]
+    assert record["verdict"] == "unknown"
+    assert record["asked"] == 500 * MIB
+    assert record["device_free"] == 324 * MIB
+    assert "reserved" not in record
+
+
+# ---- early rejections ----
+
+
+def refused_early() -> dict:
+    import torch
+
+    watched = Watched()
+    kept = take(700 * MIB)
+    with contextlib.suppress(torch.OutOfMemoryError), track("answer"):
+        take(500 * MIB)
+    fail(500 * MIB)  # outside of any request
+    watched.exported.collect()
+    return {
+        "events": watched.events,
+        "records": [told(record.attributes)["verdict"] for record in watched.records],
+        "trace": [record.trace_id for record in watched.records]
+        == [watched.traced.spans[0].context.trace_id],
+        "verdicts": watched.verdicts,
+        "rejections": watched.exported.value("torch.memory.oom.rejections"),
+        "ooms": watched.exported.value("torch.memory.ooms"),
+        "kept": kept.numel(),
+    }
+
+
+def test_an_early_rejection_is_counted_and_told_by_its_request(gpu):
+    got = gpu.run(refused_early, memory="1GiB", alloc_conf="throw_on_cudamalloc_oom:True")
+    (event,) = got["events"]
+    assert event["verdict"] == "refused"
+    assert "Refused early" in event["summary"]
+    assert event["device_free"] == 324 * MIB
+    assert event["requests_in_flight"] == 1
+    assert got["records"] == ["refused"]
+    assert got["trace"]
+    assert got["verdicts"] == {}
+    assert got["rejections"] == 2
+    assert got["ooms"] == 0
+
+
+def test_without_the_option_rejections_are_absent(gpu):
+    assert gpu.run(refused_early, memory="1GiB")["rejections"] is None
+
+
+# ---- storms ----
+
+
+def storm(times: int) -> dict:
+    import torch
+    from opentelemetry import trace
+
+    watched = Watched()
+    kept = take(700 * MIB)
+    tracer = watched.traced.provider.get_tracer("test")
+    fail(500 * MIB)
+    TorchMemInstrumentor().uninstrument()
+    began = time.perf_counter()
+    for _ in range(times):
+        fail(500 * MIB)
+    bare = time.perf_counter() - began
+    watched.instrument()
+    oom.INTERVAL = 3600.0
+    watched.exporter.clear()
+    with tracer.start_as_current_span("one long request"):
+        began = time.perf_counter()
+        for _ in range(times):
+            fail(500 * MIB)
+        seen = time.perf_counter() - began
+    with tracer.start_as_current_span("another"):
+        fail(500 * MIB)
+        trace.get_current_span().set_attribute("x", 1)
+    during = [len(watched.records), watched.verdicts]
+    oom._watch._storms[0].not_before = oom._watch._not_before = 0.0
+    fail(500 * MIB)
+    return {
+        "during": during,
+        "after": told(watched.records[-1].attributes),
+        "spans": {
+            span.name: [told(event.attributes) for event in span.events] for span in watched.traced.spans
+        },
+        "verdicts": watched.verdicts,
+        "bare": bare / times * 1e6,
+        "seen": seen / times * 1e6,
+        "retries": torch.cuda.memory_stats()["num_ooms"],
+        "kept": kept.numel(),
+    }
+
+
+def test_a_storm_is_examined_once_counted_and_summed_up(gpu):
+    got = gpu.run(storm, args=[1000], memory="1GiB", timeout=120)
+    assert got["during"] == [1, {"full": 1, "unexamined": 1000}]
+    assert got["after"]["more"] == 1000
+    assert "1000 more since" in got["after"]["summary"]
+    assert got["verdicts"] == {"full": 2, "unexamined": 1000}
+    (examined,) = got["spans"]["one long request"]
+    assert examined["verdict"] == "full"
+    (only,) = got["spans"]["another"]
+    assert only["verdict"] == "unexamined"
+    assert "s before was full" in only["summary"]
+    print(f"an OutOfMemoryError: {got['bare']:.0f} µs, in a storm {got['seen']:.0f} µs")
+    assert got["seen"] < 2 * got["bare"] + 100
