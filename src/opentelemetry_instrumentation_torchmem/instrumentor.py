@@ -92,6 +92,7 @@ class _Wiring:
         self._ooms = oom.OomWatch(
             sampler,
             telemetry,
+            self._captures,
             oom.OomLog(logger_provider),
             _dumps(config),
             in_flight=self._in_flight,

@@ -22,6 +22,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
 from . import signals
+from .allocator.captures import CaptureWatch
 from .allocator.dump import DumpDirectory, NotWrittenError
 from .allocator.reading import AllocatorReading, DeviceState, DriverMemory, external
 from .allocator.recorder import Brief, in_brief, thinned
@@ -101,6 +102,8 @@ class Evidence:
         if failure.total is not None:
             said += f" of {_size(failure.total)}"
         said += f". {VERDICTS[self.verdict].rstrip('.')}{_figures(self.verdict, failure)}."
+        if self.capturing:
+            said += " A graph was being captured: the allocator could not flush its cache."
         if self.more:
             said += f" {self.more} more since the last one that was examined."
         return said
@@ -133,8 +136,8 @@ class Evidence:
                 told[signals.OOM_OTHER_STREAMS.name] = failure.blocks.other_streams
                 told[signals.OOM_PRIVATE_POOLS.name] = failure.blocks.private_pools
         if self.map is not None:
-            headroom = self.map.headroom
-            told[signals.OOM_HEADROOM.name] = None if headroom is None else headroom.least
+            if self.map.headroom is not None and not self.capturing:  # it counts on a flush
+                told[signals.OOM_HEADROOM.name] = self.map.headroom.least
             told[signals.OOM_FRAGMENTATION.name] = self.map.fragmentation
         ledger = None if self.state is None else self.state.ledger
         if ledger is not None and self.state is not None:
@@ -222,6 +225,7 @@ class OomWatch:
         self,
         sampler: Sampler,
         telemetry: OwnTelemetry,
+        captures: CaptureWatch,
         tell: Callable[[str, Attributes, Context | None], None],
         dumps: DumpDirectory | None = None,
         in_flight: Callable[[], Sequence[tuple[str, float, Sequence[AllocatorReading]]]] = list,
@@ -229,6 +233,7 @@ class OomWatch:
         self._sampler = sampler
         self._requests = in_flight
         self._telemetry = telemetry
+        self._captures = captures
         self._tell = tell
         self._dumps = dumps
         self._lock = threading.Lock()
@@ -250,16 +255,12 @@ class OomWatch:
     def counts(self, device: int) -> Mapping[str, int] | None:
         """The errors on a device by verdict; None where the allocator has no observers."""
         source = self._sampler.source()
-        if (
-            not _attached or source is None or source.backend != NATIVE
-        ):  # without caching it has, and never asks
+        if _watch is not self or not _attached or source is None:
+            return None
+        if source.backend != NATIVE:  # without caching observers are taken, and never called
             return None
         storm = self._storms.get(device)
         return _none_yet() if storm is None else dict(storm.counts)
-
-    def saw_one_since(self, moment: float) -> bool:
-        """Whether an error of the calling thread was seen since a moment of ``perf_counter``."""
-        return getattr(self._this_thread, "at", 0.0) >= moment
 
     def seen(self, device: int, asked: int, allowed: int, free: int) -> None:
         """Take an error's evidence and tell it. Never raises."""
@@ -370,12 +371,14 @@ class OomWatch:
         snapshot = attempt(source.snapshot)
         stream = attempt(source.current_stream, device)
         before = self._sampler.latest(device)
-        known_fraction = attempt(source.memory_fraction, device)
+        fraction = attempt(source.memory_fraction, device)
+        if fraction is None and given is not None and driver is not None:  # before torch could tell
+            fraction = 1.0 if given[1] >= driver.total else (given[1] + 0.5) / driver.total
         free = given[2] if given is not None else None if driver is None else driver.free
         device_map = failure = None
         if snapshot is not None and settings is not None and stream is not None and reading is not None:
             known_driver = None if driver is None or free is None else DriverMemory(free, driver.total)
-            limits = Limits(known_driver, known_fraction, reading.reserved)
+            limits = Limits(known_driver, fraction, reading.reserved)
             device_map = attempt(_map, snapshot, settings, device, limits, stream)
         requests = attempt(self._in_flight, device, reading) or ()
         if given is not None:
@@ -398,12 +401,12 @@ class OomWatch:
             failure=failure,
             verdict=REFUSED if failure is None else verdict(failure),
             at=at,
-            state=_state(reading, driver, free),
+            state=_state(reading, driver, free, device_map),
             map=device_map,
             recent=recent,
             requests=requests,
             settings=settings,
-            capturing=attempt(source.is_capturing),
+            capturing=self._captures.under_way or attempt(source.is_capturing),
             more=more,
             dump=self._dump(snapshot),
         )
@@ -496,12 +499,15 @@ def _pending_before(before: AllocatorReading | None, after: AllocatorReading | N
 
 
 def _state(
-    reading: AllocatorReading | None, driver: DriverMemory | None, free: int | None
+    reading: AllocatorReading | None,
+    driver: DriverMemory | None,
+    free: int | None,
+    device_map: DeviceMap | None,
 ) -> DeviceState | None:
     if reading is None or driver is None or free is None:
         return None
     used_elsewhere = external(reading, DriverMemory(free, driver.total))
-    return DeviceState(reading, 0.0, {}, driver.total, used_elsewhere)
+    return DeviceState(reading, 0.0, {}, driver.total, used_elsewhere, device_map)
 
 
 def _as_torch_writes_it(snapshot: Mapping[str, Any]) -> dict[str, Any]:

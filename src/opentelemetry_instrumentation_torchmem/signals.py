@@ -379,7 +379,7 @@ OOM_SETTINGS = Attribute(
 )
 OOM_CAPTURING = Attribute(
     "torch.memory.oom.capturing",
-    "Whether the stream was being captured into a CUDA graph: the allocator cannot flush its cache then.",
+    "Whether a CUDA graph was being captured, on any thread: the allocator cannot flush its cache then.",
     "boolean",
     required=_EXAMINED,
 )
