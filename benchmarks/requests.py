@@ -21,11 +21,12 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import set_span_in_context
 
-from opentelemetry_instrumentation_torchmem.instrumentor import _Wiring
+from opentelemetry_instrumentation_torchmem.config import Config
 from opentelemetry_instrumentation_torchmem.requests.probe import Target
 from opentelemetry_instrumentation_torchmem.requests.wrapping import wrap_attribute
 from opentelemetry_instrumentation_torchmem.signals import EXCLUSIVE, REQUEST_METRICS, Kind
 from opentelemetry_instrumentation_torchmem.telemetry import OwnTelemetry
+from opentelemetry_instrumentation_torchmem.wiring import Wiring
 
 from . import harness
 from .harness import Figure, Side, added, figures_of, interleaved, print_figures, ratio
@@ -65,9 +66,10 @@ class Bench:
         """A call of a method that is measured."""
         return call(self.wiring(**options), span)
 
-    def wiring(self, **options: Any) -> _Wiring:
-        options = {"tracer_provider": self.traced, "meter_provider": self.metered, **options}
-        return _Wiring(OwnTelemetry(), **options)
+    def wiring(self, **options: Any) -> Wiring:
+        given = {name: options.pop(name) for name in ("tracer_provider", "meter_provider") if name in options}
+        given = {"tracer_provider": self.traced, "meter_provider": self.metered, **given}
+        return Wiring(OwnTelemetry(), Config.of(options, {}), **given)
 
     def floor(self, *, span: bool, records: bool) -> Side:
         """The same call with two raw readings, and a span and records where ours makes them."""
@@ -127,7 +129,7 @@ class Model:
         """Nothing, quickly."""
 
 
-def call(wiring: _Wiring | None, span: str = "new") -> Side:
+def call(wiring: Wiring | None, span: str = "new") -> Side:
     """A call of a method with one tensor among its arguments; measured where there is a wiring."""
 
     class Model_(Model):
@@ -143,7 +145,7 @@ def call(wiring: _Wiring | None, span: str = "new") -> Side:
 
 def compare(rounds: int, calls: int) -> list[Figure]:
     memory = harness.fragmented(torch, 1)
-    without_sdk = call(_Wiring(OwnTelemetry()))
+    without_sdk = call(Wiring(OwnTelemetry(), Config()))
     bench = Bench()
 
     def two(ours: Side, floor: Side, times: int = CALLS) -> harness.Times:

@@ -14,10 +14,14 @@ In code::
 Importing this package does not import torch.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .instrumentor import TorchMemInstrumentor
-from .requests.targets import TargetSpec
-from .requests.track import instrument_model, track, uninstrument_model
+from .requests.specs import TargetSpec
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .requests.track import instrument_model, track, uninstrument_model
 
 __all__ = [
     "TargetSpec",
@@ -27,3 +31,12 @@ __all__ = [
     "track",
     "uninstrument_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What code asks for by name comes when it does: every process with the launcher imports this package."""
+    if name in __all__:
+        from .requests import track
+
+        return getattr(track, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from math import inf, nan
 from typing import Any
 
-from .requests.targets import SPANS, TargetSpec, parse_targets
+from .requests.specs import SPANS, TargetSpec, parse_targets
 
 Warn = Callable[[str], object]
 

@@ -1,35 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TorchMemInstrumentor: wires the rooms, and restores what it touched."""
+"""TorchMemInstrumentor: waits for torch, then has the rooms wired, and restores what was touched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wrapt
-from opentelemetry._logs import LoggerProvider
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
-from opentelemetry.metrics import MeterProvider, get_meter_provider
-from opentelemetry.trace import ProxyTracerProvider, TracerProvider, get_tracer, get_tracer_provider
 
-from . import oom
-from .allocator.captures import CaptureWatch
-from .allocator.dump import DumpDirectory
-from .allocator.pools import PoolWatch
-from .allocator.reading import AllocatorReading
-from .allocator.sampler import Sampler
-from .allocator.survey import Survey
-from .allocator.windows import OpenWindows
 from .config import Config
-from .metrics import Feed, is_set, registration
-from .package import INSTRUMENTS, NAME
-from .requests import track
-from .requests.probe import Hook, Requests
-from .requests.targets import Targets
-from .requests.wrapping import torch_imported
+from .package import INSTRUMENTS
 from .telemetry import OwnTelemetry
-from .version import __version__
+
+if TYPE_CHECKING:
+    from .wiring import Wiring
+
+_IN_CODE = ("meter_provider", "tracer_provider", "logger_provider", "request_hook", "response_hook")
+"""What only code can give; every other keyword is an option of ``Config``."""
 
 
 class TorchMemInstrumentor(BaseInstrumentor):
@@ -37,13 +26,16 @@ class TorchMemInstrumentor(BaseInstrumentor):
 
     Example:
         >>> TorchMemInstrumentor().instrument()
+        >>> TorchMemInstrumentor().uninstrument()
         >>> TorchMemInstrumentor().instrument(excluded_metrics=["torch.memory.host.*"])
 
-    ``instrument`` never raises, imports torch or initialises CUDA; ``uninstrument`` restores everything, and
-    the series vanish. The options are those of ``Config``.
+    ``instrument`` never raises, imports torch or initialises CUDA: it waits for the import of torch, and a
+    process that never does pays nothing. ``uninstrument`` restores everything, and the series vanish. Beside
+    the options, those of ``Config``, it takes ``meter_provider``, ``tracer_provider``, ``logger_provider``,
+    ``request_hook(span, operation, args, kwargs)`` and ``response_hook(span, operation, result)``.
     """
 
-    _wiring: _Wiring | None = None
+    _instrumented: _Instrumented | None = None
 
     def instrumentation_dependencies(self) -> Collection[str]:
         return INSTRUMENTS
@@ -51,126 +43,42 @@ class TorchMemInstrumentor(BaseInstrumentor):
     def _instrument(self, **kwargs: Any) -> None:
         telemetry = OwnTelemetry()
         try:
-            self._wiring = _Wiring(telemetry, **kwargs)
+            self._instrumented = _Instrumented(telemetry, kwargs)
         except Exception as error:  # anything that escapes would stop every later instrumentor
             telemetry.say_once("instrument", "torchmem: not instrumented: %r", error)
 
     def _uninstrument(self, **kwargs: Any) -> None:  # noqa: ARG002 - the base class's signature
-        wiring, self._wiring = self._wiring, None
-        if wiring is not None:
-            wiring.undo()
+        instrumented, self._instrumented = self._instrumented, None
+        if instrumented is not None:
+            instrumented.undo()
 
 
-class _Wiring:
-    """All that lives from one ``instrument()`` to its ``uninstrument()``."""
+class _Instrumented:
+    """One ``instrument()``: its options at once, its rooms when torch is there."""
 
-    def __init__(
-        self,
-        telemetry: OwnTelemetry,
-        meter_provider: MeterProvider | None = None,
-        tracer_provider: TracerProvider | None = None,
-        logger_provider: LoggerProvider | None = None,
-        request_hook: Hook | None = None,
-        response_hook: Hook | None = None,
-        **options: object,
-    ) -> None:
-        self._undone = False
+    def __init__(self, telemetry: OwnTelemetry, arguments: dict[str, Any]) -> None:
         self._telemetry = telemetry
-        config = Config.of(options, warn=lambda line: telemetry.say_once(line, "%s", line))
-        windows = OpenWindows()
-        self._pools = PoolWatch()
-        self._captures = CaptureWatch()
-        sampler = Sampler(
-            telemetry,
-            self._pools,
-            windows,
-            sampling=config.sampling,
-            max_reading_age=config.max_reading_age,
-            survey=Survey(telemetry, windows, self._captures, share=config.snapshot_share),
+        self._in_code = {name: arguments[name] for name in _IN_CODE if name in arguments}
+        self._config = Config.of(
+            {name: value for name, value in arguments.items() if name not in _IN_CODE},
+            warn=lambda line: telemetry.say_once(line, "%s", line),
         )
-        self._registration = registration(meter_provider)
-        self._ooms = oom.OomWatch(
-            sampler,
-            telemetry,
-            self._captures,
-            oom.OomLog(logger_provider),
-            _dumps(config),
-            in_flight=self._in_flight,
-        )
-        self._requests = Requests(
-            get_tracer(NAME, __version__, tracer_provider),
-            self._registration.records(config.excludes),
-            sampler,
-            windows,
-            telemetry,
-            awake=_awake(tracer_provider, meter_provider, config.request_metrics),
-            request_hook=request_hook,
-            response_hook=response_hook,
-            out_of_memory=self._ooms.request_failed if config.oom_evidence else None,
-        )
-        self._registration.plug(
-            Feed(
-                sampler,
-                telemetry,
-                config.excludes,
-                before=self._requests.before_collection,
-                targets=self._requests.active,
-                ooms=self._ooms.counts,
-            )
-        )
-        self._targets = Targets(
-            self._requests, config.targets, disabled=config.disabled_targets, default_span=config.span
-        )
-        self._when_imported("torch.cuda.memory", self._pools.install)
-        self._when_imported("torch.cuda.graphs", self._captures.install)
-        self._when_imported("torch", torch_imported)
-        if config.oom_evidence:
-            oom.activate(self._ooms)
-            self._when_imported("torch", oom.torch_imported)
-        self._targets.install()
-        track.activate(self._requests, config.span)
+        self._wiring: Wiring | None = None
+        self._undone = False
+        wrapt.register_post_import_hook(self._torch_imported, "torch")
 
-    def _when_imported(self, module: str, act: Callable[[ModuleType], None]) -> None:
-        def imported(found: ModuleType) -> None:
-            if self._undone:  # a hook cannot be taken back
-                return
-            try:
-                act(found)
-            except Exception as error:  # what escapes would fail the user's import
-                self._telemetry.skip("error")
-                self._telemetry.say_once(module, "torchmem: %s is not as it is known: %r", module, error)
+    def _torch_imported(self, torch: ModuleType) -> None:  # noqa: ARG002 - the hook's signature
+        if self._undone:  # a hook cannot be taken back
+            return
+        try:
+            from .wiring import Wiring
 
-        wrapt.register_post_import_hook(imported, module)
-
-    def _in_flight(self) -> Sequence[tuple[str, float, Sequence[AllocatorReading]]]:
-        return self._requests.in_flight()
+            self._wiring = Wiring(self._telemetry, self._config, **self._in_code)
+        except Exception as error:  # what escapes would fail the user's import
+            self._telemetry.say_once("wiring", "torchmem: not instrumented: %r", error)
 
     def undo(self) -> None:
-        """Put back what was touched; the series vanish."""
+        """Put back what was touched."""
         self._undone = True
-        oom.deactivate()
-        track.deactivate()
-        self._targets.undo()
-        self._requests.close()
-        self._registration.unplug()
-        self._pools.remove()
-        self._captures.remove()
-
-
-def _dumps(config: Config) -> DumpDirectory | None:
-    if not (config.oom_evidence and config.oom_dump_dir):
-        return None
-    return DumpDirectory(config.oom_dump_dir, config.oom_dump_max_files, config.oom_dump_max_mib << 20)
-
-
-def _awake(
-    tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None, request_metrics: bool
-) -> Callable[[], tuple[bool, bool]]:
-    """Whether spans and whether request metrics go anywhere: not while the global providers are proxies."""
-
-    def awake() -> tuple[bool, bool]:
-        traced = tracer_provider is not None or not isinstance(get_tracer_provider(), ProxyTracerProvider)
-        metered = request_metrics and (meter_provider is not None or is_set(get_meter_provider()))
-        return traced, metered
-
-    return awake
+        if self._wiring is not None:
+            self._wiring.undo()

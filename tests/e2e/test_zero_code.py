@@ -17,6 +17,11 @@ from opentelemetry_instrumentation_torchmem.signals import METRICS, Per
 MIB = 1 << 20
 LAUNCHER = Path(sys.executable).with_name("opentelemetry-instrument")
 
+SOMETIMES = {
+    "torch.memory.telemetry.absent",  # no figure of a snapshot is absent here
+    "torch.memory.oom.rejections",  # counted where the option that rejects is on
+}
+
 PROGRAM = """
 import json, time, torch
 kept = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(20)]
@@ -121,9 +126,9 @@ def test_every_metric_of_the_table_arrives_and_is_what_the_allocator_says(gpu, t
     truth = json.loads(done.stdout)
     stats = truth["stats"]
     assert "Traceback" not in done.stderr
-    assert set(received.metrics) >= {row.name for row in METRICS if row.per is not Per.TARGET}
+    assert set(received.metrics) >= {row.name for row in METRICS if row.per is not Per.TARGET} - SOMETIMES
     for row in METRICS:
-        if row.per is not Per.TARGET:
+        if row.name in received.metrics:
             metric = received.metrics[row.name]
             assert metric.unit == row.unit, row.name
             data = getattr(metric, metric.WhichOneof("data"))

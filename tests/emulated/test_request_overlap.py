@@ -301,7 +301,7 @@ def random_lives(examples: int, steps: int, conf: str | None) -> dict:
 
     exported, traced = Exported(), Traced()
     TorchMemInstrumentor().instrument(meter_provider=exported.provider, tracer_provider=traced.provider)
-    windows = TorchMemInstrumentor()._wiring._requests.windows
+    windows = TorchMemInstrumentor()._instrumented._wiring._requests.windows
     weights = torch.empty(20 * MIB, dtype=torch.uint8, device="cuda")
     loop = asyncio.new_event_loop()
     runner = threading.Thread(target=loop.run_forever, daemon=True)
@@ -401,7 +401,7 @@ def as_they_come(threads: int, tasks: int, calls: int) -> dict:
 
     exported, traced = Exported(), Traced()
     TorchMemInstrumentor().instrument(meter_provider=exported.provider, tracer_provider=traced.provider)
-    windows = TorchMemInstrumentor()._wiring._requests.windows
+    windows = TorchMemInstrumentor()._instrumented._wiring._requests.windows
     weights = torch.empty(20 * MIB, dtype=torch.uint8, device="cuda")
     log: list[tuple[str, str]] = []  # what happened, in the order of the interpreter
     own: dict[str, int] = {}

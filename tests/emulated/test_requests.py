@@ -616,7 +616,7 @@ def ended_in_flight() -> dict:
     untouched = {cls: dict(vars(cls)) for cls in (Engine, Turbo)}
     targets = [f"{module.__name__}:Engine.{name}" for name in ("generate", "stream", "astream", "helper")]
     exported, traced = instrumented(targets=targets)
-    wiring = TorchMemInstrumentor()._wiring
+    wiring = TorchMemInstrumentor()._instrumented._wiring
     windows = wiring._requests.windows
     threads_before = set(threading.enumerate())
     kept = torch.empty(50 * MIB, dtype=torch.uint8, device="cuda")

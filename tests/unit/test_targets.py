@@ -21,11 +21,8 @@ from typing import Any
 
 import pytest
 
-from opentelemetry_instrumentation_torchmem.requests.targets import (
-    Targets,
-    TargetSpec,
-    parse_targets,
-)
+from opentelemetry_instrumentation_torchmem.requests.specs import TargetSpec, parse_targets
+from opentelemetry_instrumentation_torchmem.requests.targets import Targets
 
 LOGGER = "opentelemetry_instrumentation_torchmem"
 

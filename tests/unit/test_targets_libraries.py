@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from opentelemetry_instrumentation_torchmem.requests.targets import BUILT_IN
+from opentelemetry_instrumentation_torchmem.requests.specs import BUILT_IN
 
 TESTS = Path(__file__).parents[1]
 PREPARED = """

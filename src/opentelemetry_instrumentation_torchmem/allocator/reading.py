@@ -158,6 +158,8 @@ class DeviceState(NamedTuple):
     """What the last snapshot said, if it is not too old."""
     map_age: float | None = None
     """Seconds between that snapshot and the collection."""
+    map_is_current: bool = False
+    """Whether nothing has happened between that snapshot and the reading."""
 
     @property
     def fragmentation(self) -> float | None:
@@ -183,7 +185,7 @@ class DeviceState(NamedTuple):
         if free < 0:  # held beyond the device, as managed memory is: no split of the limit is true
             return None
         split = reading.inactive_split
-        if split is None and self.map is not None and self.map.is_of(reading):
+        if split is None and self.map is not None and self.map_is_current and self.map.is_of(reading):
             split = self.map.split_free
         idle = (
             {"cached": reserved - active}

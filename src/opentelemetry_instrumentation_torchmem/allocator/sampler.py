@@ -227,6 +227,7 @@ class Sampler:
             external=used_elsewhere,
             map=None if surveyed is None else surveyed.map,
             map_age=None if surveyed is None else max(0.0, monotonic() - surveyed.at),
+            map_is_current=surveyed is not None and surveyed.is_of(reading),
         )
 
     def _attempt(self, part: Callable[..., Any], *arguments: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..telemetry import OwnTelemetry
 from .captures import CaptureWatch
+from .reading import AllocatorReading
 from .settings import AllocatorSettings
 from .snapshot import DeviceMap, Limits, analyse, never_released
 from .source import NATIVE, Source
@@ -33,6 +34,12 @@ class Surveyed(NamedTuple):
     map: DeviceMap
     at: float
     """Monotonic seconds."""
+    reading: AllocatorReading
+    """Taken just before it."""
+
+    def is_of(self, reading: AllocatorReading) -> bool:
+        """Whether nothing has happened in between: equal sums alone may lie in other places by now."""
+        return reading.statistics == self.reading.statistics
 
 
 class Survey:
@@ -114,16 +121,19 @@ class Survey:
         at = monotonic()
         try:
             limits: dict[int, Limits] = {}
+            readings: dict[int, AllocatorReading] = {}
             for index in used:
-                statistics = source.read(index)
+                reading = readings[index] = source.read(index)
                 limits[index] = Limits(
                     driver=source.driver_memory(index),
                     fraction=source.memory_fraction(index),
-                    reserved=statistics.reserved,
-                    untouched=never_released(statistics.statistics),
+                    reserved=reading.reserved,
+                    untouched=never_released(reading.statistics),
                 )
             maps = analyse(source.snapshot()["segments"], settings, limits)
-            self._surveyed = {index: Surveyed(maps[index], at) for index in used if index in maps}
+            self._surveyed = {
+                index: Surveyed(maps[index], at, readings[index]) for index in used if index in maps
+            }
         finally:
             cost = perf_counter() - began
             self._telemetry.spent("snapshot", cost)

@@ -19,7 +19,8 @@ from opentelemetry.util.types import AttributeValue
 
 from . import wrapping
 from .probe import Probe, Requests, Target
-from .targets import SPANS, function_in
+from .specs import SPANS
+from .targets import function_in
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

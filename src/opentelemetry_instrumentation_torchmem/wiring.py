@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rooms, wired: made once torch is imported, from one ``instrument()`` to its ``uninstrument()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import wrapt
+from opentelemetry._logs import LoggerProvider
+from opentelemetry.metrics import MeterProvider, get_meter_provider
+from opentelemetry.trace import ProxyTracerProvider, TracerProvider, get_tracer, get_tracer_provider
+
+from . import oom
+from .allocator.captures import CaptureWatch
+from .allocator.dump import DumpDirectory
+from .allocator.pools import PoolWatch
+from .allocator.reading import AllocatorReading
+from .allocator.sampler import Sampler
+from .allocator.survey import Survey
+from .allocator.windows import OpenWindows
+from .config import Config
+from .metrics import Feed, is_set, registration
+from .package import NAME
+from .requests import track
+from .requests.probe import Hook, Requests
+from .requests.targets import Targets
+from .requests.wrapping import torch_imported
+from .telemetry import OwnTelemetry
+from .version import __version__
+
+
+class Wiring:
+    """All that lives from one ``instrument()`` to its ``uninstrument()``."""
+
+    def __init__(
+        self,
+        telemetry: OwnTelemetry,
+        config: Config,
+        meter_provider: MeterProvider | None = None,
+        tracer_provider: TracerProvider | None = None,
+        logger_provider: LoggerProvider | None = None,
+        request_hook: Hook | None = None,
+        response_hook: Hook | None = None,
+    ) -> None:
+        self._undone = False
+        self._telemetry = telemetry
+        windows = OpenWindows()
+        self._pools = PoolWatch()
+        self._captures = CaptureWatch()
+        sampler = Sampler(
+            telemetry,
+            self._pools,
+            windows,
+            sampling=config.sampling,
+            max_reading_age=config.max_reading_age,
+            survey=Survey(telemetry, windows, self._captures, share=config.snapshot_share),
+        )
+        self._registration = registration(meter_provider)
+        self._ooms = oom.OomWatch(
+            sampler,
+            telemetry,
+            self._captures,
+            oom.OomLog(logger_provider),
+            _dumps(config),
+            in_flight=self._in_flight,
+        )
+        self._requests = Requests(
+            get_tracer(NAME, __version__, tracer_provider),
+            self._registration.records(config.excludes),
+            sampler,
+            windows,
+            telemetry,
+            awake=_awake(tracer_provider, meter_provider, config.request_metrics),
+            request_hook=request_hook,
+            response_hook=response_hook,
+            out_of_memory=self._ooms.request_failed if config.oom_evidence else None,
+        )
+        self._registration.plug(
+            Feed(
+                sampler,
+                telemetry,
+                config.excludes,
+                before=self._requests.before_collection,
+                targets=self._requests.active,
+                ooms=self._ooms.counts,
+            )
+        )
+        self._targets = Targets(
+            self._requests, config.targets, disabled=config.disabled_targets, default_span=config.span
+        )
+        self._when_imported("torch.cuda.memory", self._pools.install)
+        self._when_imported("torch.cuda.graphs", self._captures.install)
+        self._when_imported("torch", torch_imported)
+        if config.oom_evidence:
+            oom.activate(self._ooms)
+            self._when_imported("torch", oom.torch_imported)
+        self._targets.install()
+        track.activate(self._requests, config.span)
+
+    def _when_imported(self, module: str, act: Callable[[ModuleType], None]) -> None:
+        def imported(found: ModuleType) -> None:
+            if self._undone:  # a hook cannot be taken back
+                return
+            try:
+                act(found)
+            except Exception as error:  # what escapes would fail the user's import
+                self._telemetry.skip("error")
+                self._telemetry.say_once(module, "torchmem: %s is not as it is known: %r", module, error)
+
+        wrapt.register_post_import_hook(imported, module)
+
+    def _in_flight(self) -> Sequence[tuple[str, float, Sequence[AllocatorReading]]]:
+        return self._requests.in_flight()
+
+    def undo(self) -> None:
+        """Put back what was touched; the series vanish."""
+        self._undone = True
+        oom.deactivate()
+        track.deactivate()
+        self._targets.undo()
+        self._requests.close()
+        self._registration.unplug()
+        self._pools.remove()
+        self._captures.remove()
+
+
+def _dumps(config: Config) -> DumpDirectory | None:
+    if not (config.oom_evidence and config.oom_dump_dir):
+        return None
+    return DumpDirectory(config.oom_dump_dir, config.oom_dump_max_files, config.oom_dump_max_mib << 20)
+
+
+def _awake(
+    tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None, request_metrics: bool
+) -> Callable[[], tuple[bool, bool]]:
+    """Whether spans and whether request metrics go anywhere: not while the global providers are proxies."""
+
+    def awake() -> tuple[bool, bool]:
+        traced = tracer_provider is not None or not isinstance(get_tracer_provider(), ProxyTracerProvider)
+        metered = request_metrics and (meter_provider is not None or is_set(get_meter_provider()))
+        return traced, metered
+
+    return awake
