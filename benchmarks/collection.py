@@ -26,7 +26,7 @@ DEAD_POOLS = 1000
 
 
 def figures(quick: bool) -> list[Figure]:
-    rounds = "100" if quick else "600"
+    rounds = "100" if quick else "400"
     return [
         *figures_of("collection", "--used", "1", "--rounds", rounds),
         *figures_of("collection", "--used", "1", "--rounds", rounds, devices=8),
