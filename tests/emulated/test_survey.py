@@ -1,0 +1,793 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes snapshots when, and what of them is told: on the real allocator."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from exported import Exported
+from together import Together
+
+from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor
+from opentelemetry_instrumentation_torchmem.allocator import captures, sampler, source, survey
+from opentelemetry_instrumentation_torchmem.requests.track import track
+
+pytestmark = pytest.mark.needs_emulation
+
+MIB = 1 << 20
+EXPANDABLE = "expandable_segments:True"
+native = Together(memory="1GiB", timeout=150)
+expandable = Together(memory="1GiB", alloc_conf=EXPANDABLE, timeout=150)
+both_modes = pytest.mark.parametrize("together", [native, expandable], ids=["native", "expandable"])
+
+
+class Clock:
+    """Monotonic seconds that a test moves: budgets and ages pass without a wait."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+        for module in (survey, sampler, source):
+            module.monotonic = self
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+    def pass_by(self, seconds: float) -> None:
+        self.ahead += seconds
+
+
+class Watched(Exported):
+    """Instrumented; what the last collection did with snapshots."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        TorchMemInstrumentor().instrument(meter_provider=self.provider, **options)
+
+    @property
+    def spent(self) -> float:
+        """Seconds that snapshots have taken in all."""
+        return self.value("torch.memory.telemetry.duration", step="snapshot")
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """By reason, without the prefix; those that are not 0."""
+        points = self.all("torch.memory.telemetry.skipped")
+        reasons = {labels["torch.memory.telemetry.reason"]: count for labels, count in points if count}
+        return {reason.removeprefix("snapshot_"): count for reason, count in reasons.items()}
+
+    @property
+    def headroom(self) -> int | None:
+        return self.value("torch.memory.headroom")
+
+    @property
+    def age(self) -> float | None:
+        return self.value("torch.memory.snapshot.age")
+
+    def takes_one(self) -> bool:
+        """Collects; whether that took a snapshot."""
+        before = self.spent if self.metrics else 0.0
+        return self.collect().spent > before
+
+
+def take(size, stream=None):
+    import torch
+
+    with torch.cuda.stream(stream):
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def fragment():
+    """Live blocks of both pools with holes between them, and a wholly free segment."""
+    large = [take(3 * MIB) for _ in range(20)]
+    small = [take(1000) for _ in range(100)]
+    take(64 * MIB)
+    return large[::2], small[::3]
+
+
+class Elsewhere:
+    """Does something on a thread of its own and stays in the middle of it, from `with` to its end."""
+
+    def __init__(self, body) -> None:
+        self.there, self.go_on = threading.Event(), threading.Event()
+        self._body = body
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self._body(self)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.there.set()
+
+    def stay(self) -> None:
+        """In the body: until the other thread is done with what it does meanwhile."""
+        self.there.set()
+        assert self.go_on.wait(30)
+
+    def __enter__(self):
+        self._thread.start()
+        assert self.there.wait(30)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.go_on.set()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+
+
+def request_elsewhere() -> Elsewhere:
+    def body(self):
+        with track("answer"):
+            self.stay()
+
+    return Elsewhere(body)
+
+
+# ---- the budget ----
+
+
+@native.body
+def on_a_budget() -> dict:
+    watched = Watched(snapshot_share=0.003)
+    kept = fragment()
+    first = watched.takes_one()
+    cost, began = watched.spent, time.monotonic()
+    told = [watched.headroom]
+    ages, collections = [watched.age], 0
+    while not watched.takes_one() and collections < 5000:
+        collections += 1
+        ages.append(watched.age)
+        told.append(watched.headroom)
+        time.sleep(0.005)
+    waited = time.monotonic() - began
+    second = watched.spent - cost
+    for _ in range(20):  # over a while
+        watched.collect()
+        time.sleep(0.01)
+    whole = time.monotonic() - began
+    return {
+        "first": first,
+        "waited": waited,
+        "due": cost / 0.003,
+        "collections": collections,
+        "skipped": watched.skipped["budget"],
+        "later": 20 - (watched.spent > cost + second),
+        "told": len(set(told)) == 1 and told[0] is not None,
+        "ages": ages,
+        "share": (watched.spent - cost) / whole,
+        "kept": len(kept),
+    }
+
+
+def test_one_at_the_first_collection_and_the_next_no_sooner_than_its_share_of_time_allows(gpu):
+    got = native(gpu, on_a_budget)
+    assert got["first"]
+    assert got["waited"] >= got["due"] > 0
+    assert got["collections"] > 3
+    assert got["collections"] + got["later"] - 3 <= got["skipped"] <= got["collections"] + 20
+    assert got["told"]  # of the first snapshot, as long as no other is there
+    assert got["ages"] == sorted(got["ages"])
+    print(f"due after {got['due']:.3f} s, taken after {got['waited']:.3f} s")
+
+
+@expandable.body
+def stale_figures() -> dict:
+    clock = Clock()
+    watched = Watched()
+    torch_pool_kept = fragment()
+    watched.collect()
+    fresh = {"headroom": watched.headroom, "age": watched.age}
+    survey.Survey._may_look = lambda self, *_: self._not_now("snapshot_budget")
+    told = []
+    for seconds in (200, 99, 2):
+        clock.pass_by(seconds)
+        watched.collect()
+        told.append([watched.age is not None and round(watched.age), watched.headroom == fresh["headroom"]])
+    return {"told": told, "names": sorted(watched.names), "kept": len(torch_pool_kept)}
+
+
+def test_figures_older_than_five_minutes_are_absent(gpu):
+    got = expandable(gpu, stale_figures)
+    assert got["told"] == [[200, True], [299, True], [False, False]]
+    names = {name.removeprefix("torch.memory.") for name in got["names"]}
+    gone = {"headroom", "free_block.largest", "private_pool.reserved", "snapshot.age", "fragmentation"}
+    assert not gone & names
+    assert {"usage", "slack", "reserved"} <= names
+
+
+@native.body
+def two_at_once() -> dict:
+    from opentelemetry_instrumentation_torchmem.allocator.pools import PoolWatch
+    from opentelemetry_instrumentation_torchmem.allocator.windows import OpenWindows
+    from opentelemetry_instrumentation_torchmem.telemetry import OwnTelemetry
+
+    survey.IDLE_WAIT = 20.0
+    kept = fragment()
+    telemetry, windows = OwnTelemetry(), OpenWindows()
+    taking = survey.Survey(telemetry, windows, captures.CaptureWatch())
+    collecting = sampler.Sampler(telemetry, PoolWatch(), windows, survey=taking)
+    looks = []
+    look = survey.Survey._look
+
+    def noted(self, *arguments):
+        looks.append(1)
+        look(self, *arguments)
+
+    survey.Survey._look = noted
+    collecting.request_readings()  # so it knows the device
+    window = windows.open("answer")
+    threads = [threading.Thread(target=collecting.collect) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)  # one is where it waits for a moment without a request
+    windows.close(window)
+    for thread in threads:
+        thread.join()
+    return {"looks": len(looks), "skipped": telemetry.skipped["snapshot_budget"], "kept": len(kept)}
+
+
+def test_collections_at_the_same_time_take_one(gpu):
+    got = native(gpu, two_at_once)
+    assert (got["looks"], got["skipped"]) == (1, 2)
+
+
+@native.body
+def one_that_fails() -> dict:
+    clock = Clock()
+    watched = Watched()
+    kept = fragment()
+    snapshot = source.Source.snapshot
+
+    def broken(_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    source.Source.snapshot = broken
+    told = []
+    for _ in range(2):
+        watched.collect()
+        told.append([watched.skipped, watched.headroom, sum(watched.ledger().values())])
+    source.Source.snapshot = snapshot
+    clock.pass_by(3600)
+    return {"told": told, "then": watched.takes_one(), "headroom": watched.headroom, "kept": len(kept)}
+
+
+def test_one_that_fails_is_counted_costs_its_budget_and_leaves_the_rest_of_the_collection(gpu):
+    got = native(gpu, one_that_fails)
+    assert got["told"] == [[{"error": 1}, None, 1 << 30], [{"error": 1, "budget": 1}, None, 1 << 30]]
+    assert got["then"]
+    assert got["headroom"] > 0
+
+
+# ---- requests in flight ----
+
+
+@native.body
+def beside_requests() -> dict:
+    clock = Clock()
+    watched = Watched(snapshot_share=0.1)
+    kept = fragment()
+    got: dict = {}
+
+    with request_elsewhere():
+        began = time.perf_counter()
+        got["busy"] = [watched.takes_one(), watched.skipped, watched.headroom]
+        got["waited"] = time.perf_counter() - began
+        clock.pass_by(59)
+        got["not yet"] = watched.takes_one()
+        clock.pass_by(2)  # a minute since it was first wanted
+        began = time.perf_counter()
+        got["overdue"] = [watched.takes_one(), watched.headroom is not None]
+        clock.pass_by(30)
+        got["after half a minute"] = [watched.takes_one(), watched.skipped["busy"]]
+        clock.pass_by(31)
+        got["after a minute"] = watched.takes_one()
+    clock.pass_by(50)
+    got["idle"] = watched.takes_one()
+
+    survey.IDLE_WAIT = 20.0
+    clock.pass_by(50)
+    turns = [0]
+
+    def briefly(self):
+        with track("answer"):
+            self.there.set()
+            end = time.monotonic() + 0.3
+            while time.monotonic() < end:
+                turns[0] += 1
+                time.sleep(0.001)
+
+    with Elsewhere(briefly):
+        began = time.perf_counter()
+        got["a moment later"] = [watched.takes_one(), turns[0]]
+        got["waited for it"] = time.perf_counter() - began
+    return {**got, "kept": len(kept)}
+
+
+def test_beside_requests_it_waits_for_an_idle_moment_and_goes_without_only_after_a_minute(gpu):
+    got = native(gpu, beside_requests)
+    assert got["busy"] == [False, {"busy": 1}, None]
+    assert 0.1 <= got["waited"] < 5
+    assert not got["not yet"]
+    assert got["overdue"] == [True, True]
+    assert got["after half a minute"] == [False, 3]
+    assert got["after a minute"]
+    assert got["idle"]
+    taken, turns = got["a moment later"]
+    assert taken
+    assert turns > 20  # the request ran on meanwhile
+    assert got["waited for it"] < 15
+
+
+@native.body
+def on_a_requests_thread() -> dict:
+    survey.OVERDUE, survey.IDLE_WAIT = 0.0, 30.0
+    clock = Clock()
+    watched = Watched()
+    kept = fragment()
+    first = watched.takes_one()
+    clock.pass_by(100)
+    began = time.perf_counter()
+    with track("answer"):
+        inside = [watched.takes_one(), watched.skipped]
+        with request_elsewhere():
+            inside.append(watched.takes_one())
+    seconds = time.perf_counter() - began
+    return {"first": first, "in": inside, "seconds": seconds, "then": watched.takes_one(), "kept": len(kept)}
+
+
+def test_never_on_the_thread_of_a_request_that_flushes_its_telemetry(gpu):
+    got = native(gpu, on_a_requests_thread)
+    assert got["first"]
+    assert got["in"] == [False, {"busy": 1}, False]
+    assert got["seconds"] < 20  # not held up either
+    assert got["then"]
+
+
+# ---- captures ----
+
+
+@native.body
+@expandable.body
+def beside_captures() -> dict:
+    import torch
+
+    clock = Clock()
+    graphs = torch.cuda.graphs.CUDAGraph
+    untouched = dict(vars(graphs))
+    watched = Watched()
+    replaced = sorted(name for name, entry in vars(graphs).items() if untouched.get(name) is not entry)
+    kept = [fragment(), take(MIB)]
+    got: dict = {"replaced": replaced}
+
+    def capture(self, broken_by=None):
+        graph = torch.cuda.CUDAGraph()
+        kept.append(graph)  # one that was broken off may stay
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            kept.append(torch.empty(3 * MIB, dtype=torch.uint8, device="cuda"))
+            self.stay()
+            if broken_by is not None:
+                raise broken_by
+
+    with Elsewhere(capture):
+        got["during"] = [watched.takes_one(), watched.skipped, watched.value("torch.memory.allocated") > 0]
+        clock.pass_by(1000)
+        got["long"] = watched.takes_one()
+    got["after"] = watched.takes_one()
+
+    def broken_off(self):
+        try:
+            capture(self, KeyError("the user's"))
+        except KeyError:
+            got["raised"] = True
+
+    clock.pass_by(1000)
+    with Elsewhere(broken_off):
+        got["during a second"] = watched.takes_one()
+    got["broken off"] = watched.takes_one()
+
+    def invalidated(self):
+        try:
+            capture(self)
+        except RuntimeError as error:
+            got["invalidated"] = type(error).__name__
+
+    clock.pass_by(1000)
+    with Elsewhere(invalidated):
+        # a cudaMalloc of another thread: no capture survives it
+        ctypes.CDLL(None).cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(MIB))
+        got["during a third"] = watched.takes_one()
+    got["after an invalid one"] = watched.takes_one()
+
+    graph = torch.cuda.CUDAGraph()
+    try:
+        graph.capture_begin()
+    except RuntimeError:
+        got["not on the default stream"] = True
+    clock.pass_by(1000)
+    got["never begun"] = watched.takes_one()
+
+    # one that begins while a collection waits
+    survey.IDLE_WAIT, survey.OVERDUE = 20.0, math.inf
+
+    def meanwhile(self):
+        request = track("answer")
+        request.__enter__()
+        self.there.set()
+        time.sleep(0.3)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            request.__exit__(None, None, None)
+            assert self.go_on.wait(30)
+
+    clock.pass_by(1000)
+    captures_before = watched.skipped["capture"]
+    with Elsewhere(meanwhile):
+        got["meanwhile"] = [watched.takes_one(), watched.skipped["capture"] - captures_before]
+
+    with Elsewhere(capture):  # uninstrumented in the middle of one
+        TorchMemInstrumentor().uninstrument()
+        got["restored"] = dict(vars(graphs)) == untouched
+        TorchMemInstrumentor().instrument(meter_provider=watched.provider)
+    clock.pass_by(1000)
+    got["again"] = watched.collect().headroom is not None
+    with Elsewhere(capture):
+        clock.pass_by(1000)
+        watched.collect()
+        got["again during"] = watched.skipped
+    TorchMemInstrumentor().uninstrument()
+    got["restored again"] = dict(vars(graphs)) == untouched
+    return got
+
+
+@both_modes
+def test_never_during_a_capture_on_any_thread_and_none_that_was_broken_off_is_in_the_way(gpu, together):
+    got = together(gpu, beside_captures)
+    assert {"capture_begin", "capture_end"} <= set(got["replaced"])
+    assert got["during"] == [False, {"capture": 1}, True]
+    assert (got["long"], got["after"]) == (False, True)
+    assert got["raised"]
+    assert (got["during a second"], got["broken off"]) == (False, True)
+    assert got["invalidated"]
+    assert (got["during a third"], got["after an invalid one"]) == (False, True)
+    assert got["not on the default stream"]
+    assert got["never begun"]
+    assert got["meanwhile"] == [False, 1]
+    assert got["restored"]
+    assert got["again"]
+    assert got["again during"] == {"capture": 1}
+    assert got["restored again"]
+
+
+def made_graph_class():
+    class CUDAGraph:
+        def capture_begin(self, fails=False):
+            if fails:
+                raise RuntimeError("begin")
+
+        def capture_end(self, fails=False):
+            if fails:
+                raise RuntimeError("end")
+
+    return CUDAGraph
+
+
+def test_a_capture_ends_however_it_ends():
+    graphs = SimpleNamespace(CUDAGraph=made_graph_class())
+    watch = captures.CaptureWatch()
+    watch.install(graphs)
+    graph, other = graphs.CUDAGraph(), graphs.CUDAGraph()
+    graph.capture_begin()
+    other.capture_begin()
+    assert watch.under_way
+    graph.capture_end()
+    assert watch.under_way
+    with pytest.raises(RuntimeError, match="end"):
+        other.capture_end(fails=True)
+    assert not watch.under_way
+    with pytest.raises(RuntimeError, match="begin"):
+        graph.capture_begin(fails=True)
+    assert not watch.under_way
+    graph.capture_begin()
+    del graph  # never ended, and gone
+    assert not watch.under_way
+
+
+def test_what_somebody_has_wrapped_since_stays_theirs():
+    graphs = SimpleNamespace(CUDAGraph=made_graph_class())
+    entries = dict(vars(graphs.CUDAGraph))
+    watch = captures.CaptureWatch()
+    watch.install(graphs)
+    watch.install(graphs)  # twice is once
+    ours = vars(graphs.CUDAGraph)["capture_begin"]
+
+    @functools.wraps(ours)
+    def theirs(self, *arguments):
+        return ours(self, *arguments)
+
+    graphs.CUDAGraph.capture_begin = theirs
+    watch.remove()
+    assert vars(graphs.CUDAGraph)["capture_begin"] is theirs
+    assert vars(graphs.CUDAGraph)["capture_end"] is entries["capture_end"]
+    graph = graphs.CUDAGraph()
+    graph.capture_begin()
+    graph.capture_end()
+
+
+@pytest.mark.parametrize("graphs", [SimpleNamespace(), SimpleNamespace(CUDAGraph=type("CUDAGraph", (), {}))])
+def test_a_release_without_these_ends_is_left_alone(graphs):
+    watch = captures.CaptureWatch()
+    watch.install(graphs)
+    assert not watch.under_way
+    watch.remove()
+
+
+# ---- pools with an allocator of their own ----
+
+
+def beside_a_pluggable_pool(library: str, sampling: str) -> dict:
+    import torch
+
+    clock = Clock()
+    watched = Watched(sampling=sampling)
+    kept = fragment()
+    first, headroom = watched.takes_one(), watched.headroom
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(library, "take", "give")
+    pool = torch.cuda.MemPool(allocator.allocator())
+    told = []
+    for _ in range(6):
+        clock.pass_by(100)
+        told.append([watched.takes_one(), watched.headroom == headroom])
+    return {"first": first, "told": told, "skipped": watched.skipped, "kept": [len(kept), str(pool.id)]}
+
+
+def test_never_beside_a_pool_with_an_allocator_of_its_own(gpu, pluggable):
+    got = gpu.run(beside_a_pluggable_pool, args=[pluggable, "auto"], memory="2GiB")
+    assert got["first"]
+    # what was known until then grows old and goes
+    assert got["told"] == [[False, True]] * 2 + [[False, False]] * 4
+    assert got["skipped"]["unsafe"] == 6
+
+
+def test_beside_such_a_pool_the_user_may_insist(gpu, pluggable):
+    got = gpu.run(beside_a_pluggable_pool, args=[pluggable, "always"], memory="2GiB")
+    assert got["first"]
+    assert got["told"] == [[True, True]] * 6
+    assert "unsafe" not in got["skipped"]
+
+
+# ---- the user's memory history ----
+
+
+def entries() -> int:
+    import torch
+
+    traces = torch.cuda.memory._snapshot()["device_traces"]
+    return sum(entry["action"] != "snapshot" for trace in traces for entry in trace)
+
+
+@native.body
+def beside_a_memory_history() -> dict:
+    import torch
+
+    clock = Clock()
+    watched = Watched()
+    kept = [take(1000) for _ in range(2000)]
+    got: dict = {"without": watched.takes_one(), "headroom": watched.headroom}
+    got["switched on"] = entries()
+
+    def least(times: int = 7) -> float:
+        costs = []
+        for _ in range(times):
+            clock.pass_by(3600)
+            before = watched.spent
+            costs.append(watched.collect().spent - before)
+        return min(costs)
+
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=200_000)
+    kept += [take(1000) for _ in range(2000)]
+    clock.pass_by(3600)
+    before = watched.spent
+    watched.collect()
+    got["first"] = watched.spent - before
+    clock.pass_by(survey.OVERDUE + 1)
+    got["a minute later"] = watched.takes_one()
+    got["few"] = least()
+    own = entries()
+    for _ in range(20_000):
+        take(1000)
+    got["many entries"] = entries()
+    got["expected"] = own + 60_000
+    got["many"] = least()
+    began = time.perf_counter()
+    got["after"] = entries()
+    got["whole"] = time.perf_counter() - began
+    take(1000)
+    got["still on"] = entries() - got["after"]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    clock.pass_by(3600)
+    got["then"] = watched.takes_one()
+    before = entries()
+    take(1000)
+    got["off"] = entries() - before
+    return {**got, "kept": len(kept)}
+
+
+def test_the_users_memory_history_is_neither_switched_nor_copied(gpu):
+    got = native(gpu, beside_a_memory_history)
+    print({name: got[name] for name in ("first", "few", "many", "whole")})
+    assert got["without"]
+    assert got["headroom"] > 0
+    assert got["switched on"] == 0
+    assert got["a minute later"]  # whatever torch had to import for the first stacks
+    assert got["many entries"] == got["after"] == got["expected"]
+    assert got["still on"] == 3
+    assert got["then"]
+    assert got["off"] == 0
+    assert got["many"] < 2 * got["few"] + 0.005
+    assert got["many"] < got["whole"] / 5
+
+
+# ---- the figures ----
+
+
+def shuffled(seed: int, states: int):
+    """Random states, one after another: each is yielded once it is there."""
+    import torch
+
+    choose = random.Random(seed)
+    side = torch.cuda.Stream()
+    kept = []
+    for _ in range(states):
+        for _ in range(choose.randrange(5, 40)):
+            if kept and choose.random() < 0.48:
+                kept.pop(choose.randrange(len(kept)))
+                continue
+            size = choose.choice([choose.randrange(1, MIB), choose.randrange(MIB, 40 * MIB)])
+            try:
+                kept.append(take(size, side if choose.random() < 0.15 else None))
+            except torch.OutOfMemoryError:
+                kept = kept[::2]
+        yield
+
+
+@native.body
+@expandable.body
+def headroom_against_the_allocator() -> list:
+    from emulator import control
+
+    clock = Clock()
+    watched = Watched()
+    control.external_malloc(0, 100 * MIB)
+    told = []
+    for _ in shuffled(3, 20):
+        clock.pass_by(3600)
+        assert watched.takes_one()
+        headroom = watched.headroom
+        more = [headroom + 1, headroom + 20 * MIB + 1]
+        told.append([headroom, control.would_fit(headroom), *map(control.would_fit, more)])
+    return told
+
+
+@both_modes
+def test_a_request_of_the_headroom_succeeds_and_one_of_a_page_more_fails(gpu, together):
+    told = together(gpu, headroom_against_the_allocator)
+    assert len({headroom for headroom, *_ in told}) > 10
+    assert all(fits for _, fits, _, _ in told)
+    assert not any(page_more for *_, page_more in told)
+    if together is native:
+        assert not any(byte_more for _, _, byte_more, _ in told)
+
+
+@native.body
+@expandable.body
+def ledger_against_empty_cache() -> list:
+    import torch
+
+    clock = Clock()
+    watched = Watched()
+    told = []
+    for _ in shuffled(5, 40):
+        clock.pass_by(3600)
+        assert watched.takes_one()
+        ledger = watched.ledger()
+        reserved = torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        statistics = torch.cuda.memory_stats()
+        left = torch.cuda.memory_reserved() - statistics["active_bytes.all.current"]
+        told.append(
+            {
+                "split_free": [ledger["split_free"], left],
+                "cached_free": [ledger["cached_free"], reserved - torch.cuda.memory_reserved()],
+                "fragmentation": [watched.value("torch.memory.fragmentation"), left / reserved],
+                "states": [sum(ledger.values()), 1 << 30],
+            }
+        )
+    return told
+
+
+@both_modes
+def test_the_ledger_and_fragmentation_are_what_empty_cache_leaves_and_gives_back(gpu, together):
+    told = together(gpu, ledger_against_empty_cache)
+    assert sum(state["split_free"][1] > 0 for state in told) > 30
+    assert sum(state["cached_free"][1] > 0 for state in told) > 20
+    for state in told:
+        assert all(ours == theirs for ours, theirs in state.values()), state
+
+
+@expandable.body
+def the_same_sums_elsewhere() -> list:
+    import torch
+
+    clock = Clock()
+    watched = Watched()
+    first, second, third = take(10 * MIB), take(10 * MIB), take(20 * MIB)  # two pages
+    del third
+    told = [watched.collect().ledger()]
+    del second
+    across = take(20 * MIB)  # from the middle of the first page to that of the second
+    del first
+    told.append(watched.collect().ledger())
+    clock.pass_by(3600)
+    told.append(watched.collect().ledger())
+    torch.cuda.empty_cache()
+    return [*told, torch.cuda.memory_reserved(), across.numel()]
+
+
+def test_a_snapshot_of_the_same_sums_and_another_moment_splits_no_ledger(gpu):
+    told = expandable(gpu, the_same_sums_elsewhere)
+    before, moved, looked, reserved, allocated = told
+    sums = {"allocated": 20 * MIB, "pending_free": 0, "external": 0, "free": (1024 - 40) * MIB}
+    assert before == {**sums, "split_free": 0, "cached_free": 20 * MIB}
+    assert moved == {**sums, "cached": 20 * MIB}
+    assert looked == {**sums, "split_free": 20 * MIB, "cached_free": 0}
+    assert reserved - allocated == 20 * MIB
+
+
+# ---- other backends ----
+
+
+def on_another_backend(library: str | None) -> dict:
+    import torch
+
+    if library is not None:
+        allocator = torch.cuda.memory.CUDAPluggableAllocator(library, "take", "give")
+        torch.cuda.memory.change_current_allocator(allocator)
+    watched = Watched()
+    kept = take(30 * MIB)
+    with request_elsewhere():
+        watched.collect()
+    watched.collect()
+    return {
+        "backend": watched.all("torch.memory.allocator.info")[0][0]["torch.memory.backend"],
+        "spent": watched.spent,
+        "skipped": watched.skipped,
+        "names": sorted(watched.names),
+        "kept": kept.numel(),
+    }
+
+
+@pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable", "uncached"])
+def test_other_backends_have_no_snapshots_and_count_none(gpu, pluggable, backend):
+    got = gpu.run(
+        on_another_backend,
+        args=[pluggable if backend == "pluggable" else None],
+        memory="2GiB",
+        alloc_conf="backend:cudaMallocAsync" if backend == "cudaMallocAsync" else None,
+        env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1" if backend == "uncached" else None},
+    )
+    assert got["backend"] == backend
+    assert (got["spent"], got["skipped"]) == (0, {})
+    names = {name.removeprefix("torch.memory.") for name in got["names"]}
+    of_snapshots = {"headroom", "free_block.largest", "private_pool.reserved", "snapshot.age"}
+    assert not names & (of_snapshots | {"fragmentation", "telemetry.absent"})
