@@ -5,7 +5,7 @@ PY := .venv/bin/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs constraints clean
+.PHONY: help demo test lint bench truth docs constraints clean
 
 help: ## print the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -31,7 +31,10 @@ lint: $(READY) ## ruff, pyright in strict mode, generated files fresh
 	$(PY) docs/generate.py --check
 
 bench: $(READY) ## what this package costs, as ratios against a floor in the same run
-	@$(PY) benchmarks/run.py
+	@$(PY) -m benchmarks
+
+truth: $(READY) ## headroom and free blocks against the real allocator in 10,000 random states
+	$(PY) tests/truth/run.py --states $(or $(STATES),10000)
 
 docs: $(READY) ## write docs/METRICS.md and docs/registry/ from the table of signals
 	$(PY) docs/generate.py
