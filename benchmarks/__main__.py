@@ -122,9 +122,9 @@ median over the rounds, the quartiles are theirs. Absolute times, in the last co
   same kinds. What a no-op instrument is decides the ratio, so there are two: one whose callback returns as
   many points with the same attributes, made before (the goal's), and one whose callback yields nothing,
   which shows what the SDK itself costs for each point that is exported, whoever makes it.
-- **A process without torch** never imports it. Its start is the CPU time of the whole process, in a virtual
-  environment with this package and in one without it and otherwise the same: the lower quartiles are
-  subtracted, and the least and the median stand in the place of the quartiles.
+- **A process without torch** never imports it. Our part of a start is what the launcher does with each of
+  our entry points, the check of the dependencies included: for the names of the flags, then to instrument
+  in the process that it becomes.
 - **A measured call** is a wrapped method that does nothing, with a tensor among its arguments; its floor is
   the same method with two raw readings of the allocator around it and, by hand, a span with the same
   attributes and records on three histograms with the same label sets, in the span's context. Both have the
