@@ -12,8 +12,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from exported import Exported
 from together import Together
+from watched import Clock, Watched, take
 
 from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor
 from opentelemetry_instrumentation_torchmem.allocator import captures, sampler, source, survey
@@ -26,61 +26,6 @@ EXPANDABLE = "expandable_segments:True"
 native = Together(memory="1GiB", timeout=150)
 expandable = Together(memory="1GiB", alloc_conf=EXPANDABLE, timeout=150)
 both_modes = pytest.mark.parametrize("together", [native, expandable], ids=["native", "expandable"])
-
-
-class Clock:
-    """Monotonic seconds that a test moves: budgets and ages pass without a wait."""
-
-    def __init__(self) -> None:
-        self.ahead = 0.0
-        for module in (survey, sampler, source):
-            module.monotonic = self
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead
-
-    def pass_by(self, seconds: float) -> None:
-        self.ahead += seconds
-
-
-class Watched(Exported):
-    """Instrumented; what the last collection did with snapshots."""
-
-    def __init__(self, **options) -> None:
-        super().__init__()
-        TorchMemInstrumentor().instrument(meter_provider=self.provider, **options)
-
-    @property
-    def spent(self) -> float:
-        """Seconds that snapshots have taken in all."""
-        return self.value("torch.memory.telemetry.duration", step="snapshot")
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        """By reason, without the prefix; those that are not 0."""
-        points = self.all("torch.memory.telemetry.skipped")
-        reasons = {labels["torch.memory.telemetry.reason"]: count for labels, count in points if count}
-        return {reason.removeprefix("snapshot_"): count for reason, count in reasons.items()}
-
-    @property
-    def headroom(self) -> int | None:
-        return self.value("torch.memory.headroom")
-
-    @property
-    def age(self) -> float | None:
-        return self.value("torch.memory.snapshot.age")
-
-    def takes_one(self) -> bool:
-        """Collects; whether that took a snapshot."""
-        before = self.spent if self.metrics else 0.0
-        return self.collect().spent > before
-
-
-def take(size, stream=None):
-    import torch
-
-    with torch.cuda.stream(stream):
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def fragment():
