@@ -48,7 +48,7 @@ from .version import __version__
 INTERVAL = 10.0
 """Seconds between two that are examined on a device, at least; those between are counted."""
 SHARE = 0.01
-"""Of one core's time that examining takes, at most, in a storm: after a costly one the next is later."""
+"""Of one core's time that examining a device takes, at most: after a costly one the next is later."""
 READINGS, LOOK_BACK = 16, 300.0
 """How many of the readings before an error are told, and of how many seconds."""
 REQUESTS = 16
@@ -238,7 +238,6 @@ class OomWatch:
         self._dumps = dumps
         self._lock = threading.Lock()
         self._storms: dict[int, _Storm] = {}
-        self._not_before = 0.0
         self._this_thread = threading.local()
         if dumps is not None:
             try:
@@ -304,7 +303,7 @@ class OomWatch:
             storm = self._storms.get(device)
             if storm is None:
                 storm = self._storms[device] = _Storm()
-            due = began >= storm.not_before and began >= self._not_before
+            due = began >= storm.not_before
             if due:
                 more, storm.more = storm.more, 0
                 storm.not_before = began + INTERVAL
@@ -331,7 +330,7 @@ class OomWatch:
                 if given is not None:
                     storm.counts[found] += 1
                 storm.examined_at, storm.last_verdict = began, found
-                self._not_before = max(self._not_before, began + cost / SHARE)
+                storm.not_before = max(storm.not_before, began + cost / SHARE)
 
     def _mention(self, device: int, storm: _Storm, found: str, span: Span) -> None:
         """On the span of an error that was only counted: which one was examined. Once in a row for each span,
@@ -395,6 +394,7 @@ class OomWatch:
                 idle_before=None if before is None else before.cached,
                 baseline=self._sampler.recorder.least_external(device),
                 page=_page(settings),
+                expandable=settings is not None and settings.expandable_segments,
             )
         return Evidence(
             device=named,

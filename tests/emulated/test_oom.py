@@ -705,6 +705,114 @@ def test_where_a_reading_could_hang_nothing_is_read(gpu, pluggable):
     assert "reserved" not in record
 
 
+def during_a_capture() -> dict:
+    import torch
+
+    watched = Watched()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        cache = take(600 * MIB)
+        graph.capture_begin()
+        del cache  # a wholly free segment, which a flush would give back
+        with track("answer"):
+            fail(500 * MIB)
+        graph.capture_end()
+    return watched.events[0]
+
+
+def test_an_error_during_a_capture_says_that_nothing_could_be_flushed(gpu):
+    event = gpu.run(during_a_capture, memory="1GiB", env={"PYTHONWARNINGS": "ignore"})
+    assert event["capturing"] is True
+    assert "A graph was being captured: the allocator could not flush its cache." in event["summary"]
+    assert "headroom" not in event  # it would count on a flush
+
+
+def on_two_devices() -> dict:
+    import torch
+
+    watched = Watched()
+    kept = [
+        torch.empty(size * MIB, dtype=torch.uint8, device=f"cuda:{n}") for n, size in enumerate((700, 100))
+    ]
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        with contextlib.suppress(torch.OutOfMemoryError), track("answer"):
+            torch.empty(1000 * MIB, dtype=torch.uint8, device=device)
+    points = watched.exported.collect().all(VERDICTS)
+    return {
+        "events": watched.events,
+        "points": [
+            [labels["torch.device"], labels["torch.memory.oom.verdict"], value]
+            for labels, value in points
+            if value
+        ],
+        "zeros": sum(not value for _, value in points),
+        "kept": sum(block.numel() for block in kept),
+    }
+
+
+def test_each_device_has_evidence_and_counts_of_its_own(gpu):
+    got = gpu.run(on_two_devices, memory="1GiB", devices=2)
+    assert [
+        (event["torch.device"], event["verdict"], event.get("reserved", 0) // MIB) for event in got["events"]
+    ] == [
+        ("cuda:1", "full", 100),
+        ("cuda:0", "full", 700),
+        ("cuda:1", "unexamined", 0),
+    ]
+    assert sorted(got["points"]) == [
+        ["cuda:0", "full", 1],
+        ["cuda:1", "full", 1],
+        ["cuda:1", "unexamined", 1],
+    ]
+    assert got["zeros"] == 2 * 10 - 3  # a first error of any verdict is an increase
+
+
+def without_a_place_for_dumps(path: str) -> dict:
+    watched = Watched(oom_dump_dir=path)
+    oom.INTERVAL, oom.SHARE = 0.0, 1e9
+    kept = take(700 * MIB)
+    for _ in range(3):
+        with track("answer"):
+            fail(500 * MIB)
+    return {
+        "verdicts": watched.verdicts,
+        "dumps": [event.get("dump") for event in watched.events],
+        "skipped": watched.exported.value("torch.memory.telemetry.skipped", reason="dump"),
+        "kept": kept.numel(),
+    }
+
+
+def test_what_cannot_be_dumped_costs_a_log_line(gpu, tmp_path):
+    (tmp_path / "file").touch()
+    got = gpu.run(without_a_place_for_dumps, args=[str(tmp_path / "file")], memory="1GiB")
+    assert got["verdicts"] == {"full": 3}
+    assert got["dumps"] == [None, None, None]
+    assert got["skipped"] == 4  # it was looked at before, too
+    assert gpu.last.stderr.count("torchmem: no dump of an out of memory error") == 1
+    assert "Not a directory" in gpu.last.stderr
+
+
+def with_a_limit_on_files(path: str) -> dict:
+    import resource
+
+    blocks = [take(1000) for _ in range(1000)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    got = without_a_place_for_dumps(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return got | {"blocks": len(blocks)}
+
+
+def test_a_full_disk_costs_a_log_line(gpu, tmp_path):
+    got = gpu.run(with_a_limit_on_files, args=[str(tmp_path)], memory="1GiB")
+    assert got["verdicts"] == {"full": 3}
+    assert got["dumps"] == [None, None, None]
+    assert got["skipped"] == 3
+    assert gpu.last.stderr.count("torchmem: no dump of an out of memory error") == 1
+    assert "File too large" in gpu.last.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- early rejections ----
 
 
@@ -775,7 +883,7 @@ def storm(times: int) -> dict:
         fail(500 * MIB)
         trace.get_current_span().set_attribute("x", 1)
     during = [len(watched.records), watched.verdicts]
-    oom._watch._storms[0].not_before = oom._watch._not_before = 0.0
+    oom._watch._storms[0].not_before = 0.0
     fail(500 * MIB)
     return {
         "during": during,
@@ -804,3 +912,34 @@ def test_a_storm_is_examined_once_counted_and_summed_up(gpu):
     assert "s before was full" in only["summary"]
     print(f"an OutOfMemoryError: {got['bare']:.0f} µs, in a storm {got['seen']:.0f} µs")
     assert got["seen"] < 2 * got["bare"] + 100
+
+
+def storm_on_threads(threads: int, times: int) -> dict:
+    watched = Watched()
+    kept = take(700 * MIB)
+
+    def one() -> None:
+        for _ in range(times):
+            with track("answer"):
+                fail(500 * MIB)
+
+    workers = [threading.Thread(target=one) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return {
+        "records": len(watched.records),
+        "verdicts": watched.verdicts,
+        "events": Counter(
+            len([event for event in span.events if event.name == EVENT]) for span in watched.traced.spans
+        ),
+        "kept": kept.numel(),
+    }
+
+
+def test_a_storm_on_many_threads_loses_none(gpu):
+    got = gpu.run(storm_on_threads, args=[8, 100], memory="1GiB", timeout=120)
+    assert got["records"] <= 1 + gpu.last.seconds / 10
+    assert sum(got["verdicts"].values()) == 800
+    assert got["events"] == {"1": 800}  # each request's span says what became of it

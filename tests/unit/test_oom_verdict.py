@@ -80,6 +80,13 @@ def failed(asked=64, free=10, total=1000, allowed=None, reserved=980, blocks=NOT
         (failed(reserved=500, baseline=436), "outside_pytorch"),  # 490 now, 54 more, and 10 are free
         (failed(reserved=500, baseline=437), "full"),
         (failed(reserved=500), "full"),  # what was there from the beginning is unknown
+        # expandable segments are mapped in whole pages
+        (failed(asked=32, free=34, free_now=34), "changed_meanwhile"),
+        (failed(asked=32, free=34, free_now=34, expandable=True), "fragmented"),
+        (failed(asked=32, free=34, free_now=40, expandable=True), "changed_meanwhile"),
+        (failed(asked=2, free=2, free_now=2, expandable=True), "changed_meanwhile"),
+        (failed(asked=32, free=10, blocks=(0, 0, 0, 29, 0), expandable=True), "fragmented"),
+        (failed(asked=32, free=10, blocks=(0, 0, 0, 30, 0), expandable=True), "private_pools"),
         # full
         (failed(blocks=(50, 50, 0, 0, 0)), "full"),
         (failed(blocks=None), "unknown"),

@@ -87,6 +87,15 @@ class Failure(NamedTuple):
     """The least that others were ever seen to use on the device."""
     page: int = 20 * MIB
     """What is asked of the driver for requests of 1 to 10 MiB."""
+    expandable: bool = False
+    """Whether memory is mapped in such pages."""
+
+    @property
+    def needed(self) -> int:
+        """What the driver must have for it to be sure to succeed: whole pages where it is mapped in pages."""
+        if not self.expandable or kind_of(self.asked) == SMALL:
+            return self.asked
+        return -(-self.asked // self.page) * self.page
 
     @property
     def external(self) -> int | None:
@@ -98,30 +107,31 @@ class Failure(NamedTuple):
 
 def verdict(failure: Failure) -> str:
     """The first of the explanations that the arithmetic bears out."""
-    asked, free, reserved, blocks = failure.asked, failure.free, failure.reserved, failure.blocks
+    asked, needed = failure.asked, failure.needed
+    free, reserved, blocks = failure.free, failure.reserved, failure.blocks
     if reserved is None:
         return "unknown"
     allowed = failure.allowed
     over = allowed is not None and allowed != failure.total and reserved + asked > allowed
-    if over and asked <= free:
+    if over and needed <= free:
         return "fraction"
     if blocks is not None and _would_fit(failure, blocks.largest):
         return "pending_frees" if failure.pending_before or failure.alone else "changed_meanwhile"
     if blocks is not None and blocks.pending and blocks.pending + blocks.own + free >= asked:
         return "pending_frees"
-    if failure.free_now is not None and asked <= failure.free_now and not over:
+    if failure.free_now is not None and needed <= failure.free_now and not over:
         return "changed_meanwhile"
     if blocks is None:
         return "unknown"
-    if blocks.private_pools and blocks.private_pools + free >= asked:
+    if blocks.private_pools and blocks.private_pools + free >= needed:
         return "private_pools"
-    if blocks.other_streams and blocks.other_streams + free >= asked:
+    if blocks.other_streams and blocks.other_streams + free >= needed:
         return "another_stream"
     if blocks.own + blocks.other_streams + blocks.private_pools + free >= asked:
         return "fragmented"
     external = failure.external
     grown = 0 if external is None or failure.baseline is None else external - failure.baseline
-    if grown > 0 and grown + free >= asked:
+    if grown > 0 and grown + free >= needed:
         return "outside_pytorch"
     return "full"
 
