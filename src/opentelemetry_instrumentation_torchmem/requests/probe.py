@@ -158,13 +158,15 @@ class Requests:
                 if not (traced or metered):
                     return None
             context = get_current()
-            if context.get(_SUPPRESS_INSTRUMENTATION_KEY) or context.get(_SUPPRESSED):
-                return None
-            outer: Any = context.get(_WINDOW)
-            if outer is not None:
-                outer = outer.still_open()
-                if outer is not None and not target.nested:
+            outer: Any = None
+            if context:
+                if context.get(_SUPPRESS_INSTRUMENTATION_KEY) or context.get(_SUPPRESSED):
                     return None
+                outer = context.get(_WINDOW)
+                if outer is not None:
+                    outer = outer.still_open()
+                    if outer is not None and not target.nested:
+                        return None
             mode = target.span
             series = self._series.get((target.operation, target.function)) or self.series(target)
             span = INVALID_SPAN
@@ -177,7 +179,7 @@ class Requests:
                     span = trace.get_current_span(context)
             recording = span.is_recording()
             if not recording and not metered:
-                if mode != "new" or trace.get_current_span(context) is not INVALID_SPAN:
+                if mode != "new" or _SPAN in context:
                     return None  # what comes under the dropped parent is dropped as well
                 probe = Probe(self, target, series, span, Context(context | {_SPAN: span}))
                 probe.token = attach(probe.context)
@@ -508,8 +510,8 @@ class Probe:
             self._requests.abandoned(self)
 
     def _close(self) -> bool:
-        """Make the caller's context current again and take the readings after; False if that is done, or if
-        there is nothing to tell: the span was dropped."""
+        """Make the caller's context current again and take the readings after; False if there is nothing
+        more to be told."""
         if not self.open:
             return False
         self.open = False

@@ -201,7 +201,7 @@ def _of_its_own(made: Any, function: Function, names: dict[str, Any]) -> Any:
 
 
 def _plain(function: Function, asking: _Asking, target: Target, name: SpanName) -> Function:
-    here, returned = _here, _returned
+    here, returned, streams, follows = _here, _returned, _STREAMS, target.iterator
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if here.is_compiling():
@@ -214,7 +214,10 @@ def _plain(function: Function, asking: _Asking, target: Target, name: SpanName) 
         except BaseException as error:
             probe.fail(error)
             raise
-        return returned(probe, result)
+        if follows or type(result) in streams:
+            return returned(probe, result)
+        probe.stop(result)
+        return result
 
     return wrapper
 
@@ -409,6 +412,9 @@ def _as_async_generator(result: object) -> Any:
 
 
 # what a plain function returns
+
+
+_STREAMS = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
 
 
 def _returned(probe: Probe, result: object) -> Any:
