@@ -335,7 +335,7 @@ def test_an_engines_step_is_measured_in_packages_of_the_same_shape(tmp_path, mod
     path = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
     path.parent.mkdir(parents=True)
     path.write_text(
-        f"class {owner}:\n    def {method}(self, batch): return batch\n"
+        f"import torch\nclass {owner}:\n    def {method}(self, batch): return batch\n"
         f"class Special({owner}):\n    def {method}(self, batch): return super().{method}(batch)\n"
     )
     spans = run(f"""
@@ -461,6 +461,7 @@ def test_the_builder_of_classes_is_put_back_once_the_last_class_is_there(tmp_pat
         tmp_path,
         """
         import builtins
+        import torch
         assert type(builtins.__build_class__) is not type(len)
         class Engine:
             def generate(self): return 1
