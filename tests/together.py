@@ -70,17 +70,18 @@ def in_copies(file: str, names: list[str]) -> dict[str, Any]:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     assert not torch.cuda.is_initialized()
-    return {name: _in_a_copy(getattr(module, name)) for name in names}
+    return {name: in_a_copy(getattr(module, name)) for name in names}
 
 
-def _in_a_copy(body: Callable[[], Any]) -> dict[str, Any]:
+def in_a_copy(body: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """``value``, what the body returned in a forked copy, or ``error``, a text."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         outcome: dict[str, Any]
         try:
-            outcome = {"value": body()}
+            outcome = {"value": body(*arguments)}
             text = json.dumps(outcome)
         except BaseException:
             text = json.dumps({"error": f"{body.__name__} raised:\n{traceback.format_exc()}"})
