@@ -40,9 +40,8 @@ class FreeBlock(NamedTuple):
     """In the order in which the allocator looks for the best fit."""
 
     size: int
-    address: int
-    grows: bool = False
-    """Unmapped addresses follow it, as far as a snapshot shows: only the last block of a range."""
+    fixed: bool = True
+    """It cannot grow: no unmapped addresses follow it, as they do the last block of an expandable range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,10 @@ class Rules:
     def round_down(self, size: int) -> int:
         """The largest size up to this one that rounding leaves as it is."""
         size -= size % _STEP
-        divisions = self._divisions_of(size)
-        if divisions > 1 and size > _STEP * divisions:
-            size -= size % (_floor_power(size) // divisions)
+        if self.divisions is not None and size:
+            divisions = self.divisions[min(max(size.bit_length() - 21, 0), len(self.divisions) - 1)]
+            if divisions > 1 and size > _STEP * divisions:
+                size -= size % ((1 << (size.bit_length() - 1)) // divisions)
         return size
 
     def asked(self, size: int) -> int:
@@ -103,42 +103,55 @@ class Rules:
         the limit; 0 if there is none. More can fail while less succeeds: 12 MiB ask for 12, 5 MiB for 20.
         """
         bounds = (limit - limit % _OWN_STEP, _OWN_SEGMENT - _STEP, _SMALL_MOST)
-        sizes = [self.round_down(bound if upto is None else min(bound, upto)) for bound in bounds]
-        return max((size for size in sizes if size > above and self.asked(size) <= limit), default=0)
+        for bound in bounds:
+            size = self.round_down(bound if upto is None or bound < upto else upto)
+            if above < size and self.asked(size) <= limit:
+                return size
+        return 0
 
-    def largest_served(self, kind: str, sizes: Iterable[int]) -> int:
-        """The largest request that free blocks of these sizes serve, ``max_split`` aside."""
-        return self._within(kind, max(sizes, default=0))
-
-    def served(self, kind: str, blocks: Iterable[FreeBlock], perhaps: Iterable[FreeBlock] = ()) -> Between:
-        """The largest request that these free blocks serve, where others may be free beside them.
-
-        Of two blocks that can grow the allocator takes the one that can grow less, even if it is larger
-        now; how far each can is not known. If it is refused, as ``max_split`` has it, one that can grow
-        may serve yet, as the place where new memory would be mapped.
-        """
-        sure = set(blocks)
-        ordered = sorted(sure.union(perhaps))
-        most = 0
-        for index in range(len(ordered) - 1, -1, -1):
-            below = ordered[index - 1].size if index else 0
-            size = self._within(kind, ordered[index].size)
-            if size <= below:  # a smaller block is the best fit
-                continue
-            ends, certain = _may_take(ordered, index, sure)
-            allowed = [self._allows(size, block.size) for block in ends]
-            if any(allowed) or any(block.grows for block in ordered[index:]):
-                most = most or size
-            if certain and all(allowed):
-                return Between(size, most)
-        return Between(0, most)
-
-    def _within(self, kind: str, block: int) -> int:
+    def largest_served(self, kind: str, block: int) -> int:
         """The largest request of a kind that fits into a block."""
         if kind == SMALL:
             return self.round_down(min(block, _SMALL_MOST))
         size = self.round_down(block)
         return size if size > _SMALL_MOST else 0
+
+    def served(
+        self, kind: str, fixed: Sequence[int], growing: Sequence[int], perhaps: Sequence[FreeBlock] = ()
+    ) -> Between:
+        """The largest request that free blocks of these sizes serve, where others may be free beside them.
+
+        Of two blocks that can grow the allocator takes the one that can grow less, even if it is larger
+        now; how far each can is not known. If it is refused, as ``max_split`` has it, one that can grow
+        may serve yet, as the place where new memory would be mapped.
+        """
+        largest = max((*fixed, *growing, *(block.size for block in perhaps)), default=0)
+        near = self.largest_served(kind, largest)
+        if near == largest and not perhaps:
+            return Between(near, near)
+        # Mostly one of the few blocks that are large enough for the most that is possible serves it.
+        found = self._served(kind, [size for size in fixed if size >= near], growing, perhaps)
+        return found if found.least else self._served(kind, fixed, growing, perhaps)
+
+    def _served(
+        self, kind: str, fixed: Iterable[int], growing: Iterable[int], perhaps: Iterable[FreeBlock]
+    ) -> Between:
+        sure = {FreeBlock(size) for size in fixed}
+        sure.update(FreeBlock(size, fixed=False) for size in growing)
+        ordered = sorted(sure.union(perhaps))
+        most = 0
+        for index in range(len(ordered) - 1, -1, -1):
+            below = ordered[index - 1].size if index else 0
+            size = self.largest_served(kind, ordered[index].size)
+            if size <= below:  # a smaller block is the best fit
+                continue
+            ends, certain = _may_take(ordered, index, sure)
+            allowed = [self._allows(size, block.size) for block in ends]
+            if any(allowed) or any(not block.fixed for block in ordered[index:]):
+                most = most or size
+            if certain and all(allowed):
+                return Between(size, most)
+        return Between(0, most)
 
     def _allows(self, size: int, block: int) -> bool:
         if self.max_split is None:
@@ -147,15 +160,12 @@ class Rules:
             return block < self.max_split
         return block < size + self.non_split_rounding
 
-    def _divisions_of(self, size: int) -> int:
-        if self.divisions is None or not size:
-            return 0
-        return self.divisions[min(max(size.bit_length() - 21, 0), len(self.divisions) - 1)]
-
 
 def address_range(settings: AllocatorSettings, total: int, page: int) -> int:
     """The bytes of addresses that an expandable segment spans, at least: no single request exceeds them."""
     full = total + total // 8
+    if settings.expandable_segments_reserve is None and settings.expandable_segments_reserve_by_class is None:
+        return -(-full // page) * page
     by_class = (settings.expandable_segments_reserve_by_class or "").strip("[] ").split(",")
     texts = [settings.expandable_segments_reserve or "", *(item.rpartition(":")[2] for item in by_class)]
     reserves = [size for size in (_reserve(text, total) for text in texts) if size > 0]
@@ -180,10 +190,6 @@ def _may_take(
     for block in ordered[index:]:
         taken.append(block)
         found = found or block in sure
-        if block in sure and not block.grows:
+        if block.fixed and block in sure:
             break
     return taken, found
-
-
-def _floor_power(size: int) -> int:
-    return 1 << (size.bit_length() - 1)

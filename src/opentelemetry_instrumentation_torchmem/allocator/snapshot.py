@@ -6,9 +6,11 @@ Pure functions over what ``torch.cuda.memory_snapshot()`` returns: no torch, no 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from .reading import AllocatorReading, DriverMemory
@@ -17,6 +19,8 @@ from .settings import AllocatorSettings
 
 PoolId = tuple[int, int]
 DEFAULT_POOL: Final[PoolId] = (0, 0)
+Stretch = tuple[int, int]
+"""Offset in its segment, and size."""
 
 # Why a figure is absent, or not known to the byte.
 DAMAGED = "damaged_snapshot"
@@ -200,29 +204,30 @@ def analyse(
         (0.6, 60)
     """
     rules = Rules.of(settings)
-    groups: dict[tuple[Any, ...], _Group] = {}
+    places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     damaged: set[int | None] = set()
     for segment in segments:
-        device = None
         try:
-            device = segment["device"]
-            key = (
-                device,
-                segment["stream"],
-                segment.get("segment_pool_id"),
-                segment["segment_type"],
-                segment.get("is_expandable"),
-            )
-            group = groups.get(key)
-            if group is None:
-                group = groups[key] = _Group(key, rules, stream)
-            if not group.add(segment):
-                damaged.add(device)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError):  # no snapshot of torch's
-            damaged.add(device)
+            key = _key_of(segment)
+            if key in places:
+                places[key].append(segment)
+            else:
+                places[key] = [segment]
+        except _NO_SNAPSHOT:  # noqa: PERF203 - free where nothing is raised
+            damaged.add(None)
+    groups: list[_Group] = []
+    for key, of_place in places.items():
+        group = _Group(key, rules, stream)
+        groups.append(group)
+        try:
+            sound = group.add(of_place)
+        except _NO_SNAPSHOT:
+            sound = False
+        if not sound:
+            damaged.add(group.device)
 
     by_device: dict[int, list[_Group]] = {device: [] for device in limits}
-    for group in groups.values():
+    for group in groups:
         by_device.setdefault(group.device, []).append(group)
     return {
         device: _device_map(
@@ -240,6 +245,24 @@ def analyse(
 
 
 _NO_LIMITS = Limits()
+_NO_SNAPSHOT = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+"""What something else than a snapshot of torch's gives rise to."""
+_KEY = itemgetter("device", "stream", "segment_pool_id", "segment_type", "is_expandable")
+_TOTAL, _ACTIVE, _ALLOCATED, _SIZE = map(itemgetter, ("total_size", "active_size", "allocated_size", "size"))
+_OFFSET: Callable[[Stretch], int] = itemgetter(0)
+
+
+def _key_of(segment: Mapping[str, Any]) -> tuple[Any, ...]:
+    try:
+        return _KEY(segment)
+    except KeyError:  # a release that does not tell them all
+        return (
+            segment["device"],
+            segment["stream"],
+            segment.get("segment_pool_id"),
+            segment["segment_type"],
+            segment.get("is_expandable"),
+        )
 
 
 class _Range(NamedTuple):
@@ -247,162 +270,173 @@ class _Range(NamedTuple):
 
     address: int
     size: int
-    stretches: Sequence[tuple[int, int]] = ()
-    """Offset and size of what is free when the pending blocks are: where pages can be unmapped, or mapped
-    beside it."""
+    stretches: Sequence[Stretch] = ()
+    """What is free when the pending blocks are: where pages can be unmapped, or mapped beside it."""
     tail: int = 0
     """What is free now at its end: unmapped addresses follow."""
 
 
 class _Group:
-    """The segments of one place while they are added up: the loops here are what an analysis costs."""
+    """The segments of one place, added up: the loops here are what an analysis costs."""
 
     __slots__ = (
-        "_at_home",
-        "_detailed",
+        "_grows",
         "_page",
+        "_split",
         "active",
         "after",
         "allocated",
         "cached",
         "device",
         "expandable",
+        "fixed",
         "free",
+        "growing",
         "kind",
         "odd",
+        "perhaps",
         "pool",
         "ranges",
         "releasable",
         "reserved",
         "stream",
         "stuck",
-        "within",
     )
 
     def __init__(self, key: tuple[Any, ...], rules: Rules, stream: int) -> None:
         self.device, self.stream, self.pool, self.kind, self.expandable = key
-        if self.kind not in (SMALL, LARGE):
-            raise ValueError(self.kind)
         self.reserved = self.active = self.allocated = 0
         self.cached = self.releasable = 0
         """Bytes of wholly free segments or pages: were pending blocks in use, and free."""
         self.free: list[int] = []
-        """Sizes of the free blocks of segments without pending blocks."""
-        self.within: list[FreeBlock] = []
-        """Those of segments with pending ones, and of all where the details count."""
-        self.after: list[FreeBlock] = []
-        """The same when the pending blocks are free."""
+        """The size of each free block."""
+        self.after: list[int] = []
+        """The sizes of the free blocks that come of pending ones and those beside them."""
         self.ranges: list[_Range] = []
         """Of the segments that can grow for the stream asked for."""
-        self.stuck = 0
-        """The largest free block, of the stream asked for, that no cudaFree gives back."""
         self.odd = False
         """Some segment is no whole number of pages."""
         self._page = rules.page(self.kind) if self.expandable else 0
         home = self.stream == stream and self.pool == DEFAULT_POOL
-        self._at_home = home and bool(rules.expandable and self.expandable)
-        self._detailed = home and rules.max_split is not None
+        self._grows = home and bool(rules.expandable and self.expandable)
+        self._split = rules.max_split if home else None
+        self.fixed: list[int] = []
+        """With a split limit, of the stream asked for: free blocks that are so whatever is pending."""
+        self.growing: list[int] = []
+        """Those that unmapped addresses follow."""
+        self.perhaps: list[FreeBlock] = []
+        """Those that are free now or when what is pending is free, not both."""
+        self.stuck = 0
+        """The largest, now or then, that no cudaFree gives back."""
 
-    def add(self, segment: Mapping[str, Any]) -> bool:
-        """False if the segment contradicts itself."""
-        total: int = segment["total_size"]
-        active: int = segment["active_size"]
-        allocated: int = segment["allocated_size"]
-        self.reserved += total
-        self.active += active
-        self.allocated += allocated
-        if self._page and total % self._page:
-            self.odd = True
-        if allocated == total:
-            if self._at_home:
-                self.ranges.append(_Range(segment["address"], total))
-            return True
-        if active != allocated or self._detailed:
-            return self._add_stretches(segment, total, active, allocated)
+    def add(self, segments: Sequence[Mapping[str, Any]]) -> bool:
+        """False if they contradict themselves."""
+        self.reserved = sum(map(_TOTAL, segments))
+        self.active = sum(map(_ACTIVE, segments))
+        self.allocated = sum(map(_ALLOCATED, segments))
+        pending = self._add_expandable(segments) if self.expandable else self._add_native(segments)
+        return (
+            self.kind in (SMALL, LARGE)
+            and sum(self.free) == self.reserved - self.active
+            and pending == self.active - self.allocated
+        )
 
-        blocks = segment["blocks"]
-        free = [block["size"] for block in blocks if block["state"] == _INACTIVE]
-        if sum(free) != total - active:
-            return False
-        self.free += free
-        if not self.expandable:
-            if not active:
-                self.cached += total
-                self.releasable += total
-            return True
+    def _add_native(self, segments: Sequence[Mapping[str, Any]]) -> int:
+        """Returns the pending bytes."""
+        self.free = [
+            block["size"]
+            for segment in segments
+            for block in segment["blocks"]
+            if block["state"] == _INACTIVE
+        ]
+        self.cached = sum([segment["total_size"] for segment in segments if not segment["active_size"]])
+        self.releasable = self.cached
+        pending = 0
+        if self.active != self.allocated:
+            self.releasable = sum(
+                [segment["total_size"] for segment in segments if not segment["allocated_size"]]
+            )
+            for segment in segments:
+                if segment["active_size"] != segment["allocated_size"]:
+                    merged: list[Stretch] = []
+                    pending += _merge(segment["blocks"], segment["address"], merged)
+                    self.after += [size for _, size in merged]
+        if self._split is not None:
+            if not pending and max(self.free, default=0) < self._split:
+                self.fixed = self.free
+                return 0
+            for segment in segments:
+                merged = []
+                if segment["active_size"] != segment["allocated_size"]:
+                    _merge(segment["blocks"], segment["address"], merged)
+                free = [block for block in segment["blocks"] if block["state"] == _INACTIVE]
+                self._note(segment["address"], -1, segment["total_size"], free, merged)
+        return pending
+
+    def _add_expandable(self, segments: Sequence[Mapping[str, Any]]) -> int:
+        """Returns the pending bytes."""
         page = self._page
-        base = segment["address"]
-        largest = max(free)
-        stretches: list[tuple[int, int]] = []
-        if largest >= page:
-            stretches = [
-                (block["address"] - base, block["size"])
-                for block in blocks
-                if block["size"] >= page and block["state"] == _INACTIVE
-            ]
-            pages = sum(_pages(offset, size, page) for offset, size in stretches)
-            self.cached += pages
-            self.releasable += pages
-        if self._at_home:
-            tail = 0
-            for block in (blocks[0], blocks[-1]):  # what has unmapped addresses beside it
-                tail = block["size"] if block["state"] == _INACTIVE else 0
-                if 0 < tail < page:
-                    stretches.append((block["address"] - base, tail))
-            self.ranges.append(_Range(base, total, stretches, tail))
-        return True
-
-    def _add_stretches(self, segment: Mapping[str, Any], total: int, active: int, allocated: int) -> bool:
-        """Block by block: where frees are pending, or where each block counts."""
-        base = segment["address"]
-        offset = free = pending = 0
-        stretch = -1  # where what is free or pending began
-        stretches: list[tuple[int, int]] = []
-        within: list[tuple[int, int]] = []
-        for block in segment["blocks"]:
-            size = block["size"]
-            state = block["state"]
-            if state == _INACTIVE:
-                free += size
-                within.append((offset, size))
-            elif state in _PENDING:
-                pending += size
-            else:
-                if stretch >= 0:
-                    stretches.append((stretch, offset - stretch))
-                    stretch = -1
-                offset += size
+        pending = 0
+        for segment in segments:
+            base: int = segment["address"]
+            total: int = segment["total_size"]
+            if total % page:
+                self.odd = True
+            if segment["allocated_size"] == total:
+                if self._grows:
+                    self.ranges.append(_Range(base, total))
                 continue
-            if stretch < 0:
-                stretch = offset
-            offset += size
-        if stretch >= 0:
-            stretches.append((stretch, offset - stretch))
-        if offset != total or free != total - active or pending != active - allocated:
-            return False
+            blocks = segment["blocks"]
+            free = [block for block in blocks if block["state"] == _INACTIVE]
+            sizes = list(map(_SIZE, free))
+            self.free += sizes
+            stretches = []
+            if max(sizes, default=0) >= page:
+                stretches = [
+                    (block["address"] - base, block["size"]) for block in free if block["size"] >= page
+                ]
+                self.cached += sum([_pages(offset, size, page) for offset, size in stretches])
+            merged: list[Stretch] = []
+            if segment["active_size"] != segment["allocated_size"]:
+                pending += _merge(blocks, base, merged)
+                self.after += [size for _, size in merged]
+                stretches = [stretch for stretch in stretches if not _within(stretch, merged)]
+                stretches += merged
+            self.releasable += sum([_pages(offset, size, page) for offset, size in stretches])
+            if self._grows:
+                tail = 0
+                for block in (blocks[0], blocks[-1]):  # what has unmapped addresses beside it
+                    tail = block["size"] if block["state"] == _INACTIVE else 0
+                    stretch = (block["address"] - base, tail)
+                    if 0 < tail < page and not _within(stretch, merged):
+                        stretches.append(stretch)
+                self.ranges.append(_Range(base, total, stretches, tail))
+            if self._split is not None:
+                self._note(base, total if self._grows else -1, 0, free, merged)
+        return pending
 
-        expandable = bool(self.expandable)
-        for blocks, found in ((self.within, within), (self.after, stretches)):
-            for start, size in found:
-                blocks.append(FreeBlock(size, base + start, expandable and start + size == total))
-        if self._detailed:
-            whole = 0 if expandable else total
-            self.stuck = max([self.stuck, *(size for _, size in within + stretches if size != whole)])
-        if not expandable:
-            self.cached += 0 if active else total
-            self.releasable += 0 if allocated else total
-            return True
-        page = self._page
-        self.cached += sum(_pages(start, size, page) for start, size in within)
-        self.releasable += sum(_pages(start, size, page) for start, size in stretches)
-        if self._at_home:
-            tail = within[-1][1] if within and sum(within[-1]) == total else 0
-            self.ranges.append(_Range(base, total, stretches, tail))
-        return True
+    def _note(
+        self, base: int, end: int, whole: int, free: Sequence[Mapping[str, Any]], merged: Sequence[Stretch]
+    ) -> None:
+        """What a split limit makes count: which blocks can grow, those that reach the end, and which are
+        there for sure; and those that no cudaFree gives back, for it gives back whole segments only."""
+        kept = free
+        if merged:
+            stretches = [(block["address"] - base, block["size"]) for block in free]
+            kept = [
+                block for block, stretch in zip(free, stretches, strict=True) if not _within(stretch, merged)
+            ]
+            gone = [stretch for stretch in stretches if _within(stretch, merged)]
+            self.perhaps += [FreeBlock(size, offset + size != end) for offset, size in (*merged, *gone)]
+        sizes = list(map(_SIZE, kept))
+        stuck = [size for size in (*map(_SIZE, free), *(size for _, size in merged)) if size != whole]
+        self.stuck = max(self.stuck, *stuck, 0)
+        if kept and kept[-1]["address"] - base + sizes[-1] == end:
+            self.growing.append(sizes.pop())
+        self.fixed += sizes
 
     @property
     def place(self) -> Place:
-        sizes = self.free + [block.size for block in self.within] if self.within else self.free
         return Place(
             self.stream,
             self.pool,
@@ -411,8 +445,38 @@ class _Group:
             self.reserved,
             self.allocated,
             self.active - self.allocated,
-            sizes,
+            self.free,
         )
+
+
+def _merge(blocks: Sequence[Mapping[str, Any]], base: int, merged: list[Stretch]) -> int:
+    """The pending bytes; and what becomes of the pending blocks, with the free ones beside them."""
+    pending = begin = size = 0
+    waits = False
+    for block in blocks:
+        state = block["state"]
+        if state == _INACTIVE or state in _PENDING:
+            part = block["size"]
+            if not size:
+                begin = block["address"] - base
+            size += part
+            if state != _INACTIVE:
+                pending += part
+                waits = True
+        else:
+            if waits:
+                merged.append((begin, size))
+                waits = False
+            size = 0
+    if waits:
+        merged.append((begin, size))
+    return pending
+
+
+def _within(stretch: Stretch, merged: Sequence[Stretch]) -> bool:
+    """Whether a free stretch goes into one of those, which are in order."""
+    at = bisect_right(merged, stretch[0], key=_OFFSET)
+    return at > 0 and stretch[0] < sum(merged[at - 1])
 
 
 def _device_map(
@@ -426,23 +490,30 @@ def _device_map(
     *,
     broken: bool,
 ) -> DeviceMap:
-    reserved = sum(group.reserved for group in groups)
-    allocated = sum(group.allocated for group in groups)
+    reserved = allocated = active = 0
+    shared: list[_Group] = []
+    private: list[_Group] = []
+    told, whole = True, True
+    for group in groups:
+        reserved += group.reserved
+        allocated += group.allocated
+        active += group.active
+        (shared if group.pool == DEFAULT_POOL else private).append(group)
+        told = told and group.pool is not None and not (group.expandable is None and rules.expandable)
+        whole = whole and not group.odd
     absent: dict[str, str] = {}
-    shared = [group for group in groups if group.pool == DEFAULT_POOL]
-    private = [group for group in groups if group.pool != DEFAULT_POOL]
 
     why = None
     if broken or (limits.reserved is not None and limits.reserved != reserved):
         why = DAMAGED
-    elif any(group.pool is None or (group.expandable is None and rules.expandable) for group in groups):
+    elif not told:
         why = RELEASE
 
     cached = releasable = headroom = None
     blocks: dict[str, Between] | None = None
     if why is None:
         blocks = _free_blocks(shared, rules, stream, absent)
-        if any(group.odd for group in groups):
+        if not whole:
             why = PAGE_SIZE
         else:
             kept: list[_Group] = private if live_pools is None else []
@@ -471,7 +542,7 @@ def _device_map(
         places=tuple(group.place for group in groups),
         reserved=reserved,
         allocated=allocated,
-        pending_free=sum(group.active for group in groups) - allocated,
+        pending_free=active - allocated,
         private_reserved=sum(group.reserved for group in private) if told else None,
         other_streams_reserved=(
             sum(group.reserved for group in shared if group.stream != stream) if told else None
@@ -496,16 +567,16 @@ def _free_blocks(
             if group.stream == stream and group.kind == kind and (rules.expandable or not group.expandable)
         ]
         if rules.max_split is None:  # the largest block counts alone
-            least, most = (
-                rules.largest_served(kind, (_largest(group.free, getattr(group, name)) for group in groups))
-                for name in ("within", "after")
-            )
-            found[kind] = Between(least, most)
+            now = max((max(group.free, default=0) for group in groups), default=0)
+            then = max((max(group.after, default=0) for group in groups), default=0)
+            found[kind] = Between(rules.largest_served(kind, now), rules.largest_served(kind, max(now, then)))
         else:
-            now = {block for group in groups for block in group.within}
-            then = {block for group in groups for block in group.after}
-            free = (FreeBlock(size, 0) for group in groups for size in group.free)
-            found[kind] = rules.served(kind, (now & then).union(free), now ^ then)
+            found[kind] = rules.served(
+                kind,
+                [size for group in groups for size in group.fixed],
+                [size for group in groups for size in group.growing],
+                [block for group in groups for block in group.perhaps],
+            )
         if not found[kind].exact:
             pending = any(group.active != group.allocated for group in groups)
             absent["free_block.largest"] = PENDING if pending else MAX_SPLIT
@@ -559,7 +630,7 @@ def _headroom(
     )
     # A MemPool made with use_on_oom serves what fails elsewhere; whether it was is in no snapshot.
     pools = [group for group in groups if group.stream == stream and group.pool[1]]
-    spare = max((_largest(group.free, group.after) for group in pools), default=0)
+    spare = max((max([*group.free, *group.after], default=0) for group in pools), default=0)
     if least < max(most, spare):
         if spare > most or not bounds.free.exact:
             absent["headroom"] = PRIVATE_POOLS
@@ -589,7 +660,7 @@ class _NewMemory:
             return rules.largest_asking(min(free, asked))
         # Wherever it is mapped, so much is enough; beside what is free already, less may be.
         upto = min(free // self._page * self._page, self._span)
-        sure = max(rules.largest_asking(asked, rules.small_most, upto), self._small(free, asked))
+        sure = rules.largest_asking(asked, rules.small_most, upto) or self._small(free, asked)
         if self._gaps is None:
             return sure
         # What no range has addresses for before the flush gets a new one, which may lie before the others.
@@ -607,7 +678,7 @@ class _NewMemory:
         else:
             upto = min(pages * self._page + _beside(self._ranges, self._page), self._span)
             large = rules.largest_asking(asked, rules.small_most, upto) if pages else 0
-        return max(large, self._small(free, asked))
+        return large or self._small(free, asked)
 
     def _small(self, free: int, asked: int) -> int:
         rules = self._rules
@@ -669,10 +740,6 @@ def _whole_pages(offset: int, size: int, page: int) -> tuple[int, int]:
 def _pages(offset: int, size: int, page: int) -> int:
     first, last = _whole_pages(offset, size, page)
     return max(0, last - first)
-
-
-def _largest(sizes: Iterable[int], blocks: Iterable[FreeBlock]) -> int:
-    return max(max(sizes, default=0), max((block.size for block in blocks), default=0))
 
 
 def _between(given: Iterable[_Group], perhaps: Iterable[_Group], name: str) -> Between:
