@@ -99,7 +99,7 @@ def gpu() -> str:
 def page(figures: Mapping[str, Sequence[Figure]]) -> str:
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Written by `make bench`: do not edit. -->",
+        "<!-- Written by `python -m benchmarks --write`: do not edit. -->",
         "# What it costs",
         "",
         HOW.strip(),
@@ -129,6 +129,14 @@ median over the rounds, the quartiles are theirs. Absolute times, in the last co
   the same method with two raw readings of the allocator around it and, by hand, a span with the same
   attributes and records on three histograms with the same label sets, in the span's context. Both have the
   real SDK and a span processor that does nothing.
+
+What a measured call costs above its floor is some hundred lines of Python, run once. Of 16 µs for one with
+a span (profiled on the first of these machines) 6 are the handle: suppression and nesting looked up, the
+context attached, the window that tells overlap. 3 are the shapes and types of the arguments, 2 the figures
+of the change, each looked up three deep in the two dictionaries that torch makes, 2 what is kept of the
+readings for the collections, and 3 the dictionary of the attributes. A closure that does the same for one
+device and a plain function alone, in line, with no streams, no overlap and no readings kept, was 1.07
+(metrics alone), 1.19 (a span) and 1.14 (both) times the floor: that is what the handle is given for.
 """
 
 
