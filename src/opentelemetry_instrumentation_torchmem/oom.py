@@ -215,7 +215,8 @@ class _Storm:
         self.not_before = 0.0
         self.more = 0
         self.examined_at = 0.0
-        self.last_verdict = "unexamined"
+        self.last_verdict: str | None = None
+        """None while it is being examined."""
 
 
 class OomWatch:
@@ -236,7 +237,8 @@ class OomWatch:
         self._captures = captures
         self._tell = tell
         self._dumps = dumps
-        self._lock = threading.Lock()
+        # reentrant: a signal handler may run out of memory in the middle of one
+        self._lock = threading.RLock()
         self._storms: dict[int, _Storm] = {}
         self._this_thread = threading.local()
         if dumps is not None:
@@ -307,6 +309,7 @@ class OomWatch:
             if due:
                 more, storm.more = storm.more, 0
                 storm.not_before = began + INTERVAL
+                storm.examined_at, storm.last_verdict = began, None
             else:
                 more = storm.more = storm.more + 1
                 if given is not None:
@@ -329,7 +332,7 @@ class OomWatch:
             with self._lock:
                 if given is not None:
                     storm.counts[found] += 1
-                storm.examined_at, storm.last_verdict = began, found
+                storm.last_verdict = found
                 storm.not_before = max(storm.not_before, began + cost / SHARE)
 
     def _mention(self, device: int, storm: _Storm, found: str, span: Span) -> None:
@@ -342,14 +345,14 @@ class OomWatch:
             return
         self._this_thread.told = identity
         meaning = VERDICTS[found].rstrip(".")
-        ago = monotonic() - storm.examined_at
+        ago = f"one of {monotonic() - storm.examined_at:.1f} s before"
+        that = "is being examined" if storm.last_verdict is None else f"was {storm.last_verdict}"
         span.add_event(
             signals.OOM_EVENT.name,
             {
                 signals.DEVICE.name: f"cuda:{device}",
                 signals.OOM_VERDICT.name: found,
-                signals.OOM_SUMMARY.name: f"cuda:{device} is out of memory. {meaning}: the one of "
-                f"{ago:.1f} s before was {storm.last_verdict}.",
+                signals.OOM_SUMMARY.name: f"cuda:{device} is out of memory. {meaning}: {ago} {that}.",
             },
         )
 
@@ -477,6 +480,8 @@ def _blocks(
     device_map: DeviceMap | None, settings: AllocatorSettings | None, stream: int | None, asked: int
 ) -> FreeBlocks | None:
     if device_map is None or settings is None or stream is None:
+        return None
+    if any(place.pool is None for place in device_map.places):  # the release does not tell pools apart
         return None
     rules = Rules.of(settings)
     below = usable_below(asked, rules.page(LARGE), rules.max_split, rules.non_split_rounding)
