@@ -372,7 +372,11 @@ def random_lives(examples: int, steps: int, conf: str | None) -> dict:
         "exclusive": sum(
             point.count for point in durations if point.attributes.get("torch.memory.exclusive") is True
         ),
-        "skipped": {reason: value for reason, value in skipped.items() if value and reason != "overflow"},
+        "skipped": {
+            reason: value
+            for reason, value in skipped.items()
+            if value and reason != "overflow" and "snapshot" not in reason
+        },
         "alive": weights.numel(),
     }
 

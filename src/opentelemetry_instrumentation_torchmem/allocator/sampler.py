@@ -32,6 +32,10 @@ COUNTERS = (
 """The figures of a reading that only grow, until the user resets them."""
 
 
+_NOBODY = -1
+"""No thread's identity."""
+
+
 class Collection(NamedTuple):
     """All that one collection knows of this process."""
 
@@ -66,11 +70,13 @@ class Sampler:
         self.recorder = Recorder()
         self._latest: dict[int, AllocatorReading] = {}
         self._external: dict[int, tuple[int | None, int]] = {}
+        self._external_at: dict[int, float] = {}
         self._request_devices: list[int] = []
         self._looked_at = -inf
         self._sole_reader: int | None = None
         self._thread = threading.local()
         """``serves`` on a thread that requests run on."""
+        self._reading_alone = threading.RLock()  # reentrant: a finalizer may end a request within a reading
 
     def source(self) -> Source | None:
         """The source, or None while this process has no CUDA of its own to read."""
@@ -87,8 +93,14 @@ class Sampler:
         source = self._source
         if source is None or not source.is_alive():
             source = self.source()
-        if source is None or (self._pools.suspect and not self._is_sole_reader()):
+        if source is None:
             return []
+        if self._pools.suspect:
+            with self._reading_alone:  # a second thread waits here, and not in the allocator
+                return self._readings(source) if self._is_sole_reader() else []
+        return self._readings(source)
+
+    def _readings(self, source: Source) -> list[AllocatorReading]:
         now = monotonic()
         looks = False
         # not at each request: an unused device costs a call too
@@ -103,14 +115,15 @@ class Sampler:
             readings.append(reading)
         if looks:
             for reading in readings:
-                self.recorder.note(reading, self._first_external(source, reading))
+                self.recorder.note(reading, self._external_at_times(source, reading))
         return readings
 
-    def _first_external(self, source: Source, reading: AllocatorReading) -> int | None:
-        """What others use on a device when it is first seen; later on a collection asks for it."""
-        if self.recorder.least_external(reading.device) is not None:
+    def _external_at_times(self, source: Source, reading: AllocatorReading) -> int | None:
+        """What others use on a device, when that is not known or too old: under requests without end no
+        collection comes to ask for it."""
+        if reading.at - self._external_at.get(reading.device, -inf) < self._max_age:
             return None
-        return external(reading, source.driver_memory(reading.device))
+        return self._driver(source, reading.device, reading)[0]
 
     def latest(self, device: int) -> AllocatorReading | None:
         """The latest reading of a device, whoever took it."""
@@ -133,7 +146,8 @@ class Sampler:
         devices: list[tuple[Device, DeviceState]] = []
         surveyed: Mapping[int, Surveyed] = {}
         # looking for newly used devices reads them: not beside a request, which has looked itself
-        used = source.used_devices(look=may_read and not self._windows.count)
+        looked = self._windows.while_none_open(source.used_devices) if may_read else None
+        used = source.used_devices(look=False) if looked is None else looked
         if not used and self._pools.suspect:
             self._telemetry.skip("pluggable_pool")
         if self._survey is not None:
@@ -157,14 +171,15 @@ class Sampler:
         return self._sampling == "auto" and not self._pools.suspect
 
     def _is_sole_reader(self) -> bool:
-        """Beside such a pool only one thread reads, the first that opened a window since: it cannot be
-        inside the allocator at the same time."""
+        """Beside such a pool the thread that opens windows reads while there is only one: it cannot be inside
+        the allocator at the same time. From a second one on nobody does."""
         if self._sampling == "always":
             return True
         if self._sole_reader is None:
             self._sole_reader = get_ident()
         if self._sole_reader == get_ident():
             return True
+        self._sole_reader = _NOBODY
         self._telemetry.skip("pluggable_pool")
         return False
 
@@ -173,22 +188,33 @@ class Sampler:
             self._telemetry.skip("pluggable_pool")
         latest = self._latest.get(index)
         if latest is not None and self._serves(latest, may_read):
-            used_elsewhere, limit = self._external.get(index) or (
-                None,
-                self._driver(source, index, latest)[1],
-            )
+            used_elsewhere, limit = self._external.get(index) or (None, self._limit(source, index))
             return self._device_state(latest, limit, used_elsewhere, surveyed)
         if not may_read:
             if not self._pools.suspect:
                 self._telemetry.skip("sampling")
             nothing = AllocatorReading(index, monotonic(), {})
-            return self._device_state(nothing, self._driver(source, index, nothing)[1], None, surveyed)
+            return self._device_state(nothing, self._limit(source, index), None, surveyed)
         began = perf_counter()
-        reading = self._latest[index] = source.read(index)
+        reading = self._read(source, index)
+        if reading is None:  # a request has begun meanwhile: what it read serves
+            return self._state(source, index, may_read, surveyed)
+        self._latest[index] = reading
         self._telemetry.spent("stats", perf_counter() - began)
-        used_elsewhere, limit = self._external[index] = self._driver(source, index, reading)
+        used_elsewhere, limit = self._driver(source, index, reading)
         self.recorder.note(reading, used_elsewhere)
         return self._device_state(reading, limit, used_elsewhere, surveyed)
+
+    def _read(self, source: Source, index: int) -> AllocatorReading | None:
+        """A collection's own reading; None if a request has begun meanwhile, whose reading serves."""
+        if self._sampling == "always":
+            return source.read(index)
+        reading = self._windows.while_none_open(lambda: source.read(index))
+        if reading is None:
+            latest = self._latest.get(index)
+            if latest is None or not self._serves(latest, may_read=True):
+                return source.read(index)
+        return reading
 
     def _serves(self, latest: AllocatorReading, may_read: bool) -> bool:
         """Whether a request's reading serves a collection.
@@ -209,7 +235,15 @@ class Sampler:
         began = perf_counter()
         driver = source.driver_memory(index)
         self._telemetry.spent("device", perf_counter() - began)
-        return external(reading, driver), driver.total
+        self._external_at[index] = reading.at
+        known = self._external[index] = external(reading, driver), driver.total
+        return known
+
+    def _limit(self, source: Source, index: int) -> int:
+        began = perf_counter()
+        total = source.driver_memory(index).total
+        self._telemetry.spent("device", perf_counter() - began)
+        return total
 
     def _device_state(
         self,

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from time import monotonic
 from typing import Any
@@ -60,15 +61,19 @@ class Source:
         self._host_statistics: Callable[[], Any] | None = getattr(torch._C, "_cuda_hostMemoryStats", None)
         self._has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext
         self._count: int = torch.cuda.device_count()
-        # cudaMallocAsync's statistics make a context where there is none
-        safe = next((index for index in range(self._count) if self._has_context(index)), 0)
-        self._statistics = _statistics_call(torch, safe)
         self._snapshot = _snapshot_call(torch)
         self._used: set[int] = set()
         self._devices: dict[int, Device] = {}
         self._expandable = False
         self._counts_rejections = False
         self.settings()
+
+    @cached_property
+    def _statistics(self) -> Callable[[int], dict[str, Any]]:
+        """Found at the first reading, not before: to find it reads."""
+        # cudaMallocAsync's statistics make a context where there is none
+        safe = next((index for index in range(self._count) if self._has_context(index)), 0)
+        return _statistics_call(self._torch, safe)
 
     def used_devices(self, look: bool = True) -> list[int]:
         """Devices this process has ever reserved memory on, or has a context on where the backend keeps

@@ -102,7 +102,7 @@ class Survey:
         while self._windows.count:
             if serving:  # the request would wait for itself
                 return self._not_now("snapshot_busy")
-            if now - self._taken_at >= OVERDUE and self._taken_at != -inf:
+            if self._overdue(now):
                 return True
             if monotonic() - now >= IDLE_WAIT:
                 if self._taken_at == -inf:
@@ -110,6 +110,9 @@ class Survey:
                 return self._not_now("snapshot_busy")
             sleep(IDLE_WAIT / 20)
         return not self._captures.under_way or self._not_now("snapshot_capture")
+
+    def _overdue(self, now: float) -> bool:
+        return now - self._taken_at >= OVERDUE and self._taken_at != -inf
 
     def _not_now(self, reason: str) -> bool:
         self._telemetry.skip(reason)
@@ -119,9 +122,10 @@ class Survey:
         modules = len(sys.modules)
         began = perf_counter()
         at = monotonic()
-        try:
-            limits: dict[int, Limits] = {}
-            readings: dict[int, AllocatorReading] = {}
+        limits: dict[int, Limits] = {}
+        readings: dict[int, AllocatorReading] = {}
+
+        def read() -> bool:
             for index in used:
                 reading = readings[index] = source.read(index)
                 limits[index] = Limits(
@@ -130,6 +134,17 @@ class Survey:
                     reserved=reading.reserved,
                     untouched=never_released(reading.statistics),
                 )
+            return True
+
+        try:
+            # a request that began meanwhile may be in the driver: a snapshot would wait for it with the
+            # interpreter in hand
+            alone = self._windows.while_none_open(read) and not self._windows.count
+            if not alone:
+                if not self._overdue(at):
+                    self._not_now("snapshot_busy")
+                    return
+                read()
             maps = analyse(source.snapshot()["segments"], settings, limits)
             self._surveyed = {
                 index: Surveyed(maps[index], at, readings[index]) for index in used if index in maps

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from .reading import AllocatorReading
 
+_T = TypeVar("_T")
 _PEAKS = ("active_bytes", "reserved_bytes", "requested_bytes", "allocation", "active", "segment")
 """Families whose peaks fall with the allocated peak when the user resets the peaks."""
 
@@ -182,6 +183,11 @@ class OpenWindows:
     def any_open(self) -> bool:
         """Whether any is open, the nested ones too."""
         return self._open > 0
+
+    def while_none_open(self, act: Callable[[], _T]) -> _T | None:
+        """What a short act gives, before any window opens; None without it while one is open."""
+        with self._lock:
+            return None if self.count else act()
 
     def open(self, key: Hashable = None, outer: Window | None = None) -> Window:
         """A window from now on; the key is the caller's own, to count by."""

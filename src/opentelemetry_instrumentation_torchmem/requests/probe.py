@@ -345,7 +345,7 @@ class Requests:
             span.record_exception(error)
             description = f"{description}: {error}"
         except Exception as fault:  # an exception of the user's that cannot be printed
-            self.fault(target, fault)
+            self.fault(target, fault, "what %s raised cannot be told: %r")
         span.set_status(Status(StatusCode.ERROR, description))
 
     def _record(self, probe: Probe, whole: Change, exclusive: bool | None, failure: str | None) -> None:
@@ -364,7 +364,7 @@ class Requests:
         try:
             shapes, dtypes = described(arguments, keywords)
         except Exception as error:  # the user's own mappings may raise; the call is measured still
-            self.fault(probe.target, error)
+            self.fault(probe.target, error, "the inputs of %s cannot be described: %r")
             return
         if shapes:
             told: dict[str, Any] = {_SHAPES: shapes, _DTYPES: dtypes}
@@ -380,12 +380,14 @@ class Requests:
             self.telemetry.skip("hook")
             self.telemetry.say_once(name, "torchmem: %s %r raised and is passed over: %r", name, hook, error)
 
-    def fault(self, target: Target, error: Exception) -> None:
+    def fault(
+        self, target: Target, error: Exception, what: str = "a call of %s could not be measured: %r"
+    ) -> None:
         """A fault of ours: counted, told once for each target and kind, and kept from the caller."""
         self.telemetry.skip("request")
         self.telemetry.say_once(
-            f"request {target} {type(error)}",
-            "torchmem: a call of %s could not be measured: %r",
+            f"request {target} {type(error)} {what}",
+            f"torchmem: {what}",
             target.function or target.operation,
             error,
         )
