@@ -404,8 +404,9 @@ class Judge:
         os.waitpid(child, 0)
         return int(said)
 
-    def attempt(self, size: int) -> tuple[bool, bool]:
-        """Whether a request succeeds now, and whether that takes no call of the driver."""
+    def attempts(self, *sizes: int) -> list[tuple[bool, bool]]:
+        """Of one request after the other, each freed at once: whether it succeeds, and without a call of the
+        driver. All but the last are to be served by a free block, which leaves the state as it was."""
         torch = self.torch
 
         def asked() -> int:
@@ -413,15 +414,26 @@ class Judge:
             return retries + sum(map(control.count, ("cudaMalloc", "cuMemCreate")))
 
         def body() -> int:
-            before = asked()
-            try:
-                torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.device}")
-            except RuntimeError:  # out of memory, or a fault of torch's on the way there
-                return 0
-            return 2 if asked() == before else 1
+            answer = 0
+            for size in sizes:
+                before = asked()
+                try:
+                    torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.device}")
+                except RuntimeError:  # out of memory, or a fault of torch's on the way there
+                    answer = 3 * answer
+                else:
+                    answer = 3 * answer + (2 if asked() == before else 1)
+            return answer
 
         answer = self.copy(body)
-        return answer > 0, answer == 2
+        found: list[tuple[bool, bool]] = []
+        for _ in sizes:
+            answer, digit = divmod(answer, 3)
+            found.insert(0, (digit > 0, digit == 2))
+        return found
+
+    def attempt(self, size: int) -> tuple[bool, bool]:
+        return self.attempts(size)[0]
 
     # ---- what must hold ----
 
@@ -468,14 +480,18 @@ class Judge:
         blocks = self.map.free_block_largest
         if blocks is None:
             return
-        for kind, (least, most) in blocks.items():
-            if least:
-                self.expect(self.attempt(least) == (True, True), f"{kind}: {least} is not served by a block")
-            above = max(most, MIB if kind == "large" else 0) + 1
-            if kind == "large" or above <= MIB:
-                # A pool that lends takes over from a fraction that refuses: no call of the driver either.
-                lent = self.walk.lends and self.walk.mode.fraction
-                self.expect(lent or not self.attempt(above)[1], f"{kind}: {above} is served by a block")
+        # A pool that lends takes over from a fraction that refuses: no call of the driver either.
+        lent = self.walk.lends and self.walk.mode.fraction
+        served = {kind: bounds.least for kind, bounds in blocks.items() if bounds.least}
+        above = {"small": blocks["small"].most + 1, "large": max(blocks["large"].most, MIB) + 1}
+        if above["small"] > MIB:
+            del above["small"]
+        for kind, size in above.items():
+            *answers, beyond = self.attempts(*served.values(), size)
+            for of_kind, answer in zip(served, answers, strict=True):
+                self.expect(answer == (True, True), f"{served[of_kind]} is not served by a {of_kind} block")
+            served = {}
+            self.expect(lent or not beyond[1], f"{size} is served by a {kind} block")
 
     def headroom(self) -> None:
         if self.map.headroom is None:
@@ -488,7 +504,7 @@ class Judge:
         larger = [most + 2 * MIB, most + 20 * MIB, self.chance.randrange(most + 1, 2 * total), MIB, 10 * MIB]
         larger += [block["size"] for each in self.segments for block in each["blocks"]]
         larger = sorted({size for size in larger if size > most + 1})
-        for size in (most + 1, *self.chance.sample(larger, min(2, len(larger)))):
+        for size in (most + 1, *self.chance.sample(larger, min(1, len(larger)))):
             self.expect(not self.attempt(size)[0], f"{size} succeeds")
         reason = None if least == most else self.map.absent["headroom"]
         if reason == "memory_fraction" and not self.walk.mode.fraction:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The allocator settings in force."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorSettings, settings_in_force
+
+MIB = 1 << 20
+
+
+def torch_that_says(text: str) -> SimpleNamespace:
+    return SimpleNamespace(_C=SimpleNamespace(_accelerator_getAllocatorSettings=lambda: text))
+
+
+def test_every_option_that_a_forecast_needs_is_read():
+    settings = AllocatorSettings.parse(
+        "max_split_size_mb:64, roundup_power2_divisions:[256:1,>:4],garbage_collection_threshold:0.6,"
+        "max_non_split_rounding_mb:40,large_segment_size_mb:12,throw_on_cudamalloc_oom:True,"
+        "expandable_segments:True,expandable_segments_reserve:40G,"
+        "expandable_segments_reserve_by_class:[tiny:0.05]",
+        "test",
+    )
+    assert settings.max_split_size == 64 * MIB
+    assert settings.roundup_power2_divisions == "[256:1,>:4]"
+    assert settings.garbage_collection_threshold == 0.6
+    assert settings.max_non_split_rounding == 40 * MIB
+    assert settings.large_segment_size == 12 * MIB
+    assert settings.throw_on_cudamalloc_oom
+    assert settings.expandable_segments
+    assert settings.expandable_segments_reserve == "40G"
+    assert settings.expandable_segments_reserve_by_class == "[tiny:0.05]"
+
+
+@pytest.mark.parametrize(
+    ("text", "divisions"),
+    [  # as torch 2.15 reads them
+        ("4", (4,) * 16),
+        ("[256:1,512:2,1024:4,>:8]", (1,) * 9 + (2, 4) + (8,) * 5),
+        ("[1:2,>:4]", (2,) + (4,) * 15),
+        ("[4:4,16:2]", (4, 4, 4, 0, 2) + (0,) * 11),
+        ("[>:4]", (0,) + (4,) * 15),
+        ("1", None),
+    ],
+)
+def test_roundup_divisions_are_read_as_torch_reads_them(text, divisions):
+    assert AllocatorSettings.parse(f"roundup_power2_divisions:{text}", "test").divisions == divisions
+
+
+def test_a_change_at_run_time_keeps_most_options_and_forgets_three():
+    environ = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,large_segment_size_mb:32,max_split_size_mb:64"
+    }
+    settings = settings_in_force(torch_that_says("garbage_collection_threshold:0.5"), environ)
+    assert settings.expandable_segments
+    assert settings.large_segment_size == 32 * MIB
+    assert settings.max_split_size is None
+    assert (settings.text, settings.origin) == ("garbage_collection_threshold:0.5", "runtime")
+
+
+def test_a_snapshot_tells_what_is_in_force_itself():
+    given = {
+        "PYTORCH_CUDA_ALLOC_CONF": "",
+        "max_split_size": -1,
+        "garbage_collection_threshold": 0.0,
+        "expandable_segments": True,
+        "roundup_power2_divisions": {"2": 4, "1": 2, "4": 0},
+    }
+    settings = AllocatorSettings.of_snapshot(given, {"PYTORCH_ALLOC_CONF": "large_segment_size_mb:16"})
+    assert settings.expandable_segments
+    assert settings.max_split_size is settings.garbage_collection_threshold is None
+    assert settings.divisions is not None
+    assert settings.divisions[:3] == (2, 4, 0)
+    assert settings.large_segment_size == 16 * MIB
