@@ -34,7 +34,7 @@ FRACTION = "memory_fraction"
 PENDING = "pending_frees"
 """Whether the events that freed blocks wait for have completed is in no snapshot."""
 MAX_SPLIT = "max_split_size"
-"""Which block serves depends on unmapped addresses, which are in no snapshot."""
+"""Which block serves, or is given back, depends on unmapped addresses or is decided wrongly by torch."""
 PAGE_SIZE = "page_size"
 """Expandable segments were made under another ``large_segment_size``."""
 UNMAPPED = "unmapped_addresses"
@@ -619,11 +619,12 @@ def _headroom(
     absent: dict[str, str],
 ) -> Between:
     driver = new.least(bounds.free.least, bounds.asked.least)
-    # With max_split torch first gives back a block above it, and fails at one that is not the driver's own.
-    if rules.max_split is not None:
-        stuck = max((group.stuck for group in groups), default=0)
-        if stuck >= max(driver, rules.max_split):
-            driver = new.least(bounds.free_now, min(bounds.asked.least, bounds.asked_now))
+    # With a split limit torch first gives back a block above it, even a part of a segment, which fails.
+    stuck = rules.max_split is not None and max((group.stuck for group in groups), default=0) >= max(
+        driver, rules.max_split
+    )
+    if stuck:
+        driver = new.least(bounds.free_now, min(bounds.asked.least, bounds.asked_now))
     least = max(driver, *(block.least for block in blocks.values()))
     most = max(
         new.most(bounds.free.most, bounds.asked.most), least, *(block.most for block in blocks.values())
@@ -634,6 +635,8 @@ def _headroom(
     if least < max(most, spare):
         if spare > most or not bounds.free.exact:
             absent["headroom"] = PRIVATE_POOLS
+        elif stuck:
+            absent["headroom"] = MAX_SPLIT
         elif "free_block.largest" in absent:
             absent["headroom"] = absent["free_block.largest"]
         else:
