@@ -84,6 +84,9 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         for mode, tally in pool.map(_judge, jobs):
             tallies[mode].add(vars(tally))
+            if mode == modes[-1]:
+                done = sum(each.states for each in tallies.values())
+                print(f"{done} states, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
             for mismatch in tally.mismatches:
                 print(f"MISMATCH {mismatch}", file=sys.stderr, flush=True)
 
