@@ -34,3 +34,46 @@ def test_random_states_are_told_as_the_allocator_shows_them(gpu, family):
     wrong = [mismatch for tally in tallies.values() for mismatch in tally["mismatches"]]
     assert not wrong, "\n".join(wrong[:5])
     assert all(tally["states"] for tally in tallies.values())
+
+
+def a_pool_dropped_too_early() -> dict:
+    """torch unmaps this pool's memory twice, from 2.14.1 to 2.15.0: the snapshot holds garbage."""
+    import os
+
+    import torch
+    from emulator import control
+
+    from opentelemetry_instrumentation_torchmem.allocator.reading import DriverMemory
+    from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorSettings
+    from opentelemetry_instrumentation_torchmem.allocator.snapshot import Limits, analyse
+
+    def empty(mib):
+        return torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
+
+    kept = empty(50)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        inside = empty(30)
+    del pool
+    before = torch.cuda.memory_snapshot()
+    del inside
+    torch.cuda.empty_cache()
+    told = []
+    for segments in (before, torch.cuda.memory_snapshot()):
+        limits = Limits(
+            DriverMemory(*torch.cuda.mem_get_info()),
+            torch.cuda.get_per_process_memory_fraction(),
+            torch.cuda.memory_reserved(),
+        )
+        settings = AllocatorSettings.of_snapshot(
+            torch.cuda.memory._snapshot()["allocator_settings"], os.environ
+        )
+        told.append(analyse(segments, settings, {0: limits})[0].headroom)
+    return {
+        "fits": all(headroom is None or control.would_fit(headroom.least) for headroom in told),
+        "kept": kept.numel(),
+    }
+
+
+def test_a_snapshot_that_a_fault_of_torch_filled_with_garbage_is_told_truly_or_not_at_all(gpu):
+    assert gpu.run(a_pool_dropped_too_early, memory="640MiB", alloc_conf=states.ON)["fits"]

@@ -122,8 +122,8 @@ class DeviceMap:
     headroom: Between | None
     """The largest request that succeeds, when the allocator has given back what it can.
 
-    What another process, NCCL or another thread takes meanwhile is not in it, and while memory is being
-    captured into a graph or allocated into a MemPool, on any thread, nothing is given back.
+    What another process, NCCL or another thread takes meanwhile is not in it. While a CUDA graph is captured,
+    on any thread, and in some releases while a MemPool is in use, nothing is given back: less succeeds.
     """
     absent: Mapping[str, str]
     """Figure -> why it is absent, or less than it might be."""
