@@ -84,7 +84,7 @@ def until(true: Callable[[], bool], seconds: float) -> None:
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, real_gpu: bool) -> Iterator[Server]:
-    gpu = Gpu(None if real_gpu else request.getfixturevalue("emulation"))
+    gpu = Gpu(lambda: request.getfixturevalue("emulation"), real=real_gpu)
     with serving(gpu, 3, "--kept-sessions", 2) as server:
         yield server
 
