@@ -37,7 +37,7 @@ def test_random_states_are_told_as_the_allocator_shows_them(gpu, family):
 
 
 def a_pool_dropped_too_early() -> dict:
-    """torch unmaps this pool's memory twice, from 2.14.1 to 2.15.0: the snapshot holds garbage."""
+    """Where torch may unmap this pool's memory twice (2.14.1, 2.15.0), a snapshot can hold garbage."""
     import os
 
     import torch
@@ -75,5 +75,5 @@ def a_pool_dropped_too_early() -> dict:
     }
 
 
-def test_a_snapshot_that_a_fault_of_torch_filled_with_garbage_is_told_truly_or_not_at_all(gpu):
+def test_a_pool_dropped_while_its_memory_is_in_use_is_told_truly_or_not_at_all(gpu):
     assert gpu.run(a_pool_dropped_too_early, memory="640MiB", alloc_conf=states.ON)["fits"]
