@@ -145,6 +145,25 @@ def test_blocks_in_tasks_belong_to_their_task(measuring):
 # functions
 
 
+def test_one_object_serves_many_tasks_each_with_its_own_time(measuring):
+    shared = track("shared")
+
+    async def life(seconds: float) -> None:
+        with shared as request:
+            request.set_attribute("app.seconds", seconds)
+            await asyncio.sleep(seconds)
+
+    async def main() -> None:
+        await asyncio.gather(life(0.3), life(0.1))
+
+    asyncio.run(main())
+    times = {
+        span.attributes["app.seconds"]: (span.end_time - span.start_time) / 1e9 for span in measuring.spans
+    }
+    assert times[0.3] >= 0.3
+    assert 0.1 <= times[0.1] < times[0.3]
+
+
 def test_functions_of_every_kind_are_measured_and_stay_of_their_kind(measuring):
     @track
     def plain(a, *, b=2):

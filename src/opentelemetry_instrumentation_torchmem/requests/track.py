@@ -8,8 +8,10 @@ call measures it, and where nobody does, nothing happens.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, MethodType, TracebackType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 from weakref import WeakSet, ref
@@ -135,7 +137,8 @@ class Tracked:
         self._span = span
         self._nested = nested
         self._iterator = iterator
-        self._probes: list[Probe | None] = []
+        self._probes: dict[tuple[int, int], list[Probe | None]] = {}
+        """Of the blocks that are open, by who is in them: one object may serve many threads and tasks."""
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a function, or a static or class method."""
@@ -154,13 +157,18 @@ class Tracked:
     def __enter__(self) -> Request:
         measured = self._measured(None, self._name or "block")
         probe = measured.begin(measured.target, measured.target.operation)
-        self._probes.append(probe)
+        self._probes.setdefault(_who(), []).append(probe)
         return Request(probe)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        probe = self._probes.pop()
+        who = _who()
+        if who not in self._probes:  # left on another thread or task than entered
+            who = next(reversed(self._probes))
+        probe = self._probes[who].pop()
+        if not self._probes[who]:
+            del self._probes[who]
         if probe is None:
             return
         if error is None:
@@ -170,6 +178,15 @@ class Tracked:
 
     def _measured(self, label: str | None, operation: str) -> _Measured:
         return _Measured(Target(label, operation, "new", self._nested, self._iterator), self._span)
+
+
+def _who() -> tuple[int, int]:
+    """The thread, and the task that it runs."""
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return get_ident(), 0 if asyncio is None else id(asyncio.current_task())
+    except RuntimeError:  # no loop runs here
+        return get_ident(), 0
 
 
 class Request:
