@@ -24,13 +24,14 @@ from opentelemetry.trace import Span
 from . import signals
 from .allocator.captures import CaptureWatch
 from .allocator.dump import DumpDirectory, NotWrittenError
-from .allocator.reading import AllocatorReading, DeviceState, DriverMemory, external
+from .allocator.reading import AllocatorReading, DriverMemory, external
 from .allocator.recorder import Brief, in_brief, thinned
 from .allocator.rules import LARGE, Rules
 from .allocator.sampler import Sampler
 from .allocator.settings import AllocatorSettings
 from .allocator.snapshot import DeviceMap, Limits, analyse
 from .allocator.source import NATIVE, Device, attach_oom_observer, initialised_torch, when_initialised
+from .allocator.state import DeviceState
 from .allocator.verdict import (
     REFUSED,
     VERDICTS,

@@ -7,11 +7,11 @@ import pytest
 
 from opentelemetry_instrumentation_torchmem.allocator.reading import (
     AllocatorReading,
-    DeviceState,
     DriverMemory,
     external,
 )
 from opentelemetry_instrumentation_torchmem.allocator.sampler import Totals
+from opentelemetry_instrumentation_torchmem.allocator.state import DeviceState
 
 
 def reading(at: float = 0.0, **current: int) -> AllocatorReading:

@@ -7,10 +7,7 @@ Pure data: no torch, no clock, no OpenTelemetry. A test builds a reading by hand
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
-
-if TYPE_CHECKING:
-    from .snapshot import DeviceMap
+from typing import Any, NamedTuple, overload
 
 Statistics = Mapping[str, Any]
 """The allocator's nested statistics, less what this backend, mode or release cannot give."""
@@ -109,12 +106,12 @@ class AllocatorReading(NamedTuple):
     @property
     def slack(self) -> float | None:
         """The unused share of what is held, 0 to 1, in every mode; cache is in it."""
-        return _share(self.cached, self.reserved)
+        return share(self.cached, self.reserved)
 
     @property
     def fragmentation(self) -> float | None:
         """The trapped share of what is held, 0 to 1; None under expandable segments."""
-        return _share(self.inactive_split, self.reserved)
+        return share(self.inactive_split, self.reserved)
 
     def by_pool(self, family: str) -> Mapping[str, int] | int | None:
         """The current figure of a family for each pool; the sum alone where pools are not told apart."""
@@ -142,65 +139,6 @@ class HostReading(NamedTuple):
     """Pinned, whether in use or kept for later."""
 
 
-class DeviceState(NamedTuple):
-    """All that one collection knows of one device."""
-
-    reading: AllocatorReading
-    age: float
-    """Seconds between the reading and the collection."""
-    totals: Mapping[str, int]
-    """The counters by their name in the reading, monotonic through the user's resets."""
-    limit: int | None
-    """The device's total, in bytes."""
-    external: int | None
-    """Bytes used on the device that this process's allocator does not hold."""
-    map: DeviceMap | None = None
-    """What the last snapshot said, if it is not too old."""
-    map_age: float | None = None
-    """Seconds between that snapshot and the collection."""
-    map_is_current: bool = False
-    """Whether nothing has happened between that snapshot and the reading."""
-
-    @property
-    def fragmentation(self) -> float | None:
-        """The trapped share of what is held, 0 to 1: from the reading, else from the snapshot."""
-        if self.reading.inactive_split is not None or self.map is None:
-            return self.reading.fragmentation
-        return _share(self.map.split_free, self.map.reserved)
-
-    @property
-    def ledger(self) -> Mapping[str, int] | None:
-        """Disjoint states whose sum is the limit; None where they cannot be told or do not add up.
-
-        ``split_free`` and ``cached_free`` where the statistics tell them apart, or a snapshot of the same
-        moment does, else their sum ``cached``.
-        """
-        reading = self.reading
-        allocated, active, reserved = reading.allocated, reading.active, reading.reserved
-        if allocated is None or active is None or reserved is None:
-            return None
-        if self.limit is None or self.external is None:
-            return None
-        free = self.limit - reserved - self.external
-        if free < 0:  # held beyond the device, as managed memory is: no split of the limit is true
-            return None
-        split = reading.inactive_split
-        if split is None and self.map is not None and self.map_is_current and self.map.is_of(reading):
-            split = self.map.split_free
-        idle = (
-            {"cached": reserved - active}
-            if split is None
-            else {"split_free": split, "cached_free": reserved - active - split}
-        )
-        return {
-            "allocated": allocated,
-            "pending_free": active - allocated,
-            **idle,
-            "external": self.external,
-            "free": free,
-        }
-
-
 def external(reading: AllocatorReading, driver: DriverMemory) -> int | None:
     """Bytes in use on the device beyond what this allocator holds; never below 0.
 
@@ -215,5 +153,6 @@ def _difference(whole: int | None, part: int | None) -> int | None:
     return None if whole is None or part is None else whole - part
 
 
-def _share(part: int | None, whole: int | None) -> float | None:
+def share(part: int | None, whole: int | None) -> float | None:
+    """A part of a whole, 0 to 1; None where either is unknown or the whole is nothing."""
     return part / whole if part is not None and whole else None

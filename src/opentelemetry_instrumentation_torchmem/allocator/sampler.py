@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from ..telemetry import OwnTelemetry
 from .pools import PoolWatch
-from .reading import AllocatorReading, DeviceState, HostReading, external
+from .reading import AllocatorReading, HostReading, external
 from .recorder import Recorder
 from .settings import AllocatorSettings
 from .source import Device, Source, initialised_torch
+from .state import DeviceState
 from .survey import Survey, Surveyed
 from .windows import OpenWindows
 
