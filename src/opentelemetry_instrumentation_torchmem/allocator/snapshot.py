@@ -293,6 +293,7 @@ class _Group:
         "free",
         "growing",
         "kind",
+        "largest",
         "odd",
         "perhaps",
         "pool",
@@ -310,6 +311,8 @@ class _Group:
         """Bytes of wholly free segments or pages: were pending blocks in use, and free."""
         self.free: list[int] = []
         """The size of each free block."""
+        self.largest = 0
+        """The largest of them."""
         self.after: list[int] = []
         """The sizes of the free blocks that come of pending ones and those beside them."""
         self.ranges: list[_Range] = []
@@ -349,6 +352,7 @@ class _Group:
             for block in segment["blocks"]
             if block["state"] == _INACTIVE
         ]
+        self.largest = max(self.free, default=0)
         self.cached = sum([segment["total_size"] for segment in segments if not segment["active_size"]])
         self.releasable = self.cached
         pending = 0
@@ -362,7 +366,7 @@ class _Group:
                     pending += _merge(segment["blocks"], segment["address"], merged)
                     self.after += [size for _, size in merged]
         if self._split is not None:
-            if not pending and max(self.free, default=0) < self._split:
+            if not pending and self.largest < self._split:
                 self.fixed = self.free
                 return 0
             for segment in segments:
@@ -390,8 +394,11 @@ class _Group:
             free = [block for block in blocks if block["state"] == _INACTIVE]
             sizes = list(map(_SIZE, free))
             self.free += sizes
+            largest = max(sizes, default=0)
+            if largest > self.largest:
+                self.largest = largest
             stretches = []
-            if max(sizes, default=0) >= page:
+            if largest >= page:
                 stretches = [
                     (block["address"] - base, block["size"]) for block in free if block["size"] >= page
                 ]
@@ -490,7 +497,7 @@ def _device_map(
     *,
     broken: bool,
 ) -> DeviceMap:
-    reserved = allocated = active = 0
+    reserved = allocated = active = cached_least = cached_most = releasable_least = releasable_most = 0
     shared: list[_Group] = []
     private: list[_Group] = []
     told, whole = True, True
@@ -498,7 +505,19 @@ def _device_map(
         reserved += group.reserved
         allocated += group.allocated
         active += group.active
-        (shared if group.pool == DEFAULT_POOL else private).append(group)
+        if group.pool == DEFAULT_POOL:
+            shared.append(group)
+            sure = perhaps = True
+        else:
+            private.append(group)
+            perhaps = live_pools is None or group.pool not in live_pools
+            sure = perhaps and live_pools is not None
+        if perhaps:
+            cached_most += group.cached
+            releasable_most += group.releasable
+        if sure:
+            cached_least += group.cached
+            releasable_least += group.releasable
         told = told and group.pool is not None and not (group.expandable is None and rules.expandable)
         whole = whole and not group.odd
     absent: dict[str, str] = {}
@@ -516,12 +535,8 @@ def _device_map(
         if not whole:
             why = PAGE_SIZE
         else:
-            kept: list[_Group] = private if live_pools is None else []
-            given = shared + [
-                group for group in private if live_pools is not None and group.pool not in live_pools
-            ]
-            cached = _between(given, kept, "cached")
-            releasable = _between(given, kept, "releasable")
+            cached = Between(cached_least, cached_most)
+            releasable = Between(releasable_least, releasable_most)
             if not releasable.exact or not cached.exact:
                 absent["fragmentation"] = absent["split_free"] = PRIVATE_POOLS
             driver, fraction = limits.driver, limits.fraction
@@ -567,9 +582,11 @@ def _free_blocks(
             if group.stream == stream and group.kind == kind and (rules.expandable or not group.expandable)
         ]
         if rules.max_split is None:  # the largest block counts alone
-            now = max((max(group.free, default=0) for group in groups), default=0)
-            then = max((max(group.after, default=0) for group in groups), default=0)
-            found[kind] = Between(rules.largest_served(kind, now), rules.largest_served(kind, max(now, then)))
+            now = then = 0
+            for group in groups:
+                now = max(now, group.largest)
+                then = max(then, group.largest, *group.after)
+            found[kind] = Between(rules.largest_served(kind, now), rules.largest_served(kind, then))
         else:
             found[kind] = rules.served(
                 kind,
@@ -631,7 +648,7 @@ def _headroom(
     )
     # A MemPool made with use_on_oom serves what fails elsewhere; whether it was is in no snapshot.
     pools = [group for group in groups if group.stream == stream and group.pool[1]]
-    spare = max((max([*group.free, *group.after], default=0) for group in pools), default=0)
+    spare = max((max(group.largest, *group.after, 0) for group in pools), default=0)
     if least < max(most, spare):
         if spare > most or not bounds.free.exact:
             absent["headroom"] = PRIVATE_POOLS
@@ -743,11 +760,6 @@ def _whole_pages(offset: int, size: int, page: int) -> tuple[int, int]:
 def _pages(offset: int, size: int, page: int) -> int:
     first, last = _whole_pages(offset, size, page)
     return max(0, last - first)
-
-
-def _between(given: Iterable[_Group], perhaps: Iterable[_Group], name: str) -> Between:
-    least = sum(getattr(group, name) for group in given)
-    return Between(least, least + sum(getattr(group, name) for group in perhaps))
 
 
 def _rest(whole: int, part: Between | None) -> Between | None:
