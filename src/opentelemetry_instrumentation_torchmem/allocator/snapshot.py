@@ -656,8 +656,10 @@ def _headroom(
             absent["headroom"] = MAX_SPLIT
         elif "free_block.largest" in absent:
             absent["headroom"] = absent["free_block.largest"]
+        elif new.most(bounds.free.most, bounds.asked.least) <= least:
+            absent["headroom"] = FRACTION
         else:
-            absent["headroom"] = UNMAPPED if rules.expandable else FRACTION
+            absent["headroom"] = UNMAPPED
     return Between(least, max(most, spare))
 
 
