@@ -22,7 +22,7 @@ demo: $(READY) ## the example server under load, watched by torchmem top (DEMO_S
 	@$(PY) examples/demo.py
 
 test: $(READY) ## every test: unit, on the emulated (or real) GPU, end to end
-	$(PY) -m pytest
+	$(PY) -m pytest $(PYTEST)
 
 lint: $(READY) ## ruff, pyright in strict mode, generated files fresh
 	$(PY) -m ruff check .
