@@ -216,13 +216,19 @@ def test_continuous_batching_is_measured_as_a_batch_and_as_a_stream():
     spans = run("""
         instrument()
         model, ids = llama()
-        from transformers import GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig
         model = model.eval()
+        # left alone, its cache takes most of the host's memory
+        batching = ContinuousBatchingConfig(max_memory_percent=0.05, max_batch_tokens=64)
         model.set_attn_implementation("sdpa")
         config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        results = model.generate_batch([[1, 2, 3], [4, 5]], generation_config=config)
+        results = model.generate_batch(
+            [[1, 2, 3], [4, 5]], generation_config=config, continuous_batching_config=batching
+        )
         assert [len(result.generated_tokens) for result in results.values()] == [3, 3]
-        with model.continuous_batching_context_manager(generation_config=config) as manager:
+        with model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=batching
+        ) as manager:
             request = manager.add_request([1, 2, 3], max_new_tokens=3, streaming=True)
             lengths = [len(result.generated_tokens) for result in manager.request_id_iter(request)]
         assert lengths == [1, 2, 3]
