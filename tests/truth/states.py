@@ -507,9 +507,15 @@ class Judge:
         for size in (most + 1, *self.chance.sample(larger, min(1, len(larger)))):
             self.expect(not self.attempt(size)[0], f"{size} succeeds")
         reason = None if least == most else self.map.absent["headroom"]
-        if reason == "memory_fraction" and not self.walk.mode.fraction:
+        if (
+            reason == "memory_fraction"
+            and self.settings.throw_on_cudamalloc_oom
+            and not self.walk.mode.fraction
+        ):
             self.expect(not self.attempt(least + 1)[0], f"{least + 1} succeeds, and no fraction is set")
-        if reason != "unmapped_addresses" or self.settings.divisions:  # one step of rounding may be larger
+        if reason not in ("memory_fraction", "unmapped_addresses") or not self.settings.expandable_segments:
+            return
+        if self.settings.divisions:  # one step of rounding may be larger
             return
         page = self.settings.large_segment_size or 20 * MIB
         # Free bytes before and after what is mapped may add up to more than a page, never to two.
