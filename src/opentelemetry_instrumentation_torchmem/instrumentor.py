@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -36,19 +37,28 @@ class TorchMemInstrumentor(BaseInstrumentor):
     """
 
     _instrumented: _Instrumented | None = None
+    _telemetry: OwnTelemetry | None = None
+    _lock = threading.Lock()
 
     def instrumentation_dependencies(self) -> Collection[str]:
         return INSTRUMENTS
 
     def _instrument(self, **kwargs: Any) -> None:
-        telemetry = OwnTelemetry()
-        try:
-            self._instrumented = _Instrumented(telemetry, kwargs)
-        except Exception as error:  # anything that escapes would stop every later instrumentor
-            telemetry.say_once("instrument", "torchmem: not instrumented: %r", error)
+        with self._lock:
+            if self._instrumented is not None:  # two threads at once: the base class does not see that
+                return
+            telemetry = OwnTelemetry()
+            if self._telemetry is not None:
+                telemetry.carry_on(self._telemetry)
+            TorchMemInstrumentor._telemetry = telemetry
+            try:
+                self._instrumented = _Instrumented(telemetry, kwargs)
+            except Exception as error:  # anything that escapes would stop every later instrumentor
+                telemetry.say_once("instrument", "torchmem: not instrumented: %r", error)
 
     def _uninstrument(self, **kwargs: Any) -> None:  # noqa: ARG002 - the base class's signature
-        instrumented, self._instrumented = self._instrumented, None
+        with self._lock:
+            instrumented, self._instrumented = self._instrumented, None
         if instrumented is not None:
             instrumented.undo()
 

@@ -146,6 +146,10 @@ class Registration:
     def unplug(self) -> None:
         """Yield nothing from now on: the series vanish."""
         self._feed = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Take back what requests recorded."""
         for record in self._records.values():
             _forget(record)
 

@@ -238,15 +238,19 @@ class OomWatch:
         self._captures = captures
         self._tell = tell
         self._dumps = dumps
-        # reentrant: a signal handler may run out of memory in the middle of one
-        self._lock = threading.RLock()
-        self._storms: dict[int, _Storm] = {}
+        self.begin_anew()
         self._this_thread = threading.local()
         if dumps is not None:
             try:
                 dumps.check()
             except NotWrittenError as error:
                 self._not_dumped(error)
+
+    def begin_anew(self) -> None:
+        """As if nothing had been examined; in a forked child the parent's lock may be held."""
+        # reentrant: a signal handler may run out of memory in the middle of one
+        self._lock = threading.RLock()
+        self._storms: dict[int, _Storm] = {}
 
     def cannot_see(self, error: Exception) -> None:
         """There are no observers here."""

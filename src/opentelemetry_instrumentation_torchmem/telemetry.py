@@ -43,10 +43,19 @@ class OwnTelemetry:
 
     def __init__(self) -> None:
         # reentrant: a signal handler may interrupt the very thread that counts
-        self._lock = threading.RLock()
+        self.unlock()
         self._said: set[str] = set()
         self.seconds: dict[str, float] = dict.fromkeys(STEPS, 0.0)
         self.skipped: dict[str, int] = dict.fromkeys(REASONS, 0)
+
+    def carry_on(self, earlier: OwnTelemetry) -> None:
+        """Go on counting where an earlier one stopped: what was exported must not fall."""
+        self.seconds, self.skipped = earlier.seconds, earlier.skipped
+
+    def unlock(self) -> None:
+        """A lock of its own, also for a forked child whose parent may have held this one."""
+        # reentrant: a signal handler may interrupt the very thread that counts
+        self._lock = threading.RLock()
 
     def spent(self, step: str, seconds: float) -> None:
         """Add seconds to a step."""

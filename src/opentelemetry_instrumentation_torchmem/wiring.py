@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from weakref import WeakSet
 
 import wrapt
 from opentelemetry._logs import LoggerProvider
@@ -16,7 +18,7 @@ from .allocator.captures import CaptureWatch
 from .allocator.dump import DumpDirectory
 from .allocator.pools import PoolWatch
 from .allocator.reading import AllocatorReading
-from .allocator.sampler import Sampler
+from .allocator.sampler import Sampler, Totals
 from .allocator.survey import Survey
 from .allocator.windows import OpenWindows
 from .config import Config
@@ -28,6 +30,19 @@ from .requests.targets import Targets
 from .requests.wrapping import torch_imported
 from .telemetry import OwnTelemetry
 from .version import __version__
+
+# Outlives each wiring: a provider that is given again goes on counting, and what it exported must not fall.
+_totals: dict[int, Totals] = {}
+_live: WeakSet[Wiring] = WeakSet()
+
+
+def _forked() -> None:
+    for wiring in tuple(_live):
+        wiring.begin_anew()
+
+
+if hasattr(os, "register_at_fork"):  # it cannot be taken back, so it stands here, once
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Wiring:
@@ -45,15 +60,16 @@ class Wiring:
     ) -> None:
         self._undone = False
         self._telemetry = telemetry
-        windows = OpenWindows()
+        windows = self._windows = OpenWindows()
         self._pools = PoolWatch()
         self._captures = CaptureWatch()
-        sampler = Sampler(
+        sampler = self._sampler = Sampler(
             telemetry,
             self._pools,
             windows,
             sampling=config.sampling,
             max_reading_age=config.max_reading_age,
+            totals=_totals,
             survey=Survey(telemetry, windows, self._captures, share=config.snapshot_share),
         )
         self._registration = registration(meter_provider)
@@ -97,6 +113,16 @@ class Wiring:
             self._when_imported("torch", oom.torch_imported)
         self._targets.install()
         track.activate(self._requests, config.span)
+        _live.add(self)
+
+    def begin_anew(self) -> None:
+        """In a forked child: no lock of the parent's, none of its requests, none of its figures."""
+        self._telemetry.unlock()
+        self._windows.begin_anew()
+        self._sampler.begin_anew()
+        self._requests.begin_anew()
+        self._ooms.begin_anew()
+        self._registration.forget()
 
     def _when_imported(self, module: str, act: Callable[[ModuleType], None]) -> None:
         def imported(found: ModuleType) -> None:

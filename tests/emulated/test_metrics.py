@@ -258,7 +258,7 @@ def test_cuda_malloc_async_gives_three_figures_and_no_more(gpu):
     assert got["allocated"] == 30 * MIB
     assert len(got["reserved"]) == 1
     assert "torch.memory.pool" not in got["reserved"][0][0]
-    assert set(got["ledger"]) == {"allocated", "pending_free", "cached", "external", "free"}
+    assert set(got["ledger"]) == {"allocated", "cached", "external", "free"}
     assert sum(got["ledger"].values()) == 2 << 30
     assert got["contexts"] == [True, False, False]
 

@@ -15,6 +15,15 @@ from typing import Any
 from .source import initialised_torch
 
 
+def _with_subclasses(pool_class: type) -> list[type]:
+    """What refers to one of these may be a pool. A walk over all objects, ``gc.get_objects``, would touch
+    tuples that other threads are still building, and those then fail."""
+    return [
+        pool_class,
+        *(deeper for each in pool_class.__subclasses__() for deeper in _with_subclasses(each)),
+    ]
+
+
 class PoolWatch:
     """Replaces ``torch.cuda.MemPool.__init__`` by a plain function that notes such pools."""
 
@@ -34,7 +43,7 @@ class PoolWatch:
         if initialised_torch() is not None:
             self.suspect = self.suspect or any(
                 issubclass(type(thing), pool_class)  # isinstance would wake lazy objects, warnings and all
-                for thing in gc.get_objects()
+                for thing in gc.get_referrers(*_with_subclasses(pool_class))
             )
         original = pool_class.__dict__.get("__init__")
         if original is None:

@@ -59,6 +59,7 @@ class Sampler:
         sampling: str = "auto",
         max_reading_age: float = 15.0,
         survey: Survey | None = None,
+        totals: dict[int, Totals] | None = None,
     ) -> None:
         self._survey = survey
         self._telemetry = telemetry
@@ -67,7 +68,7 @@ class Sampler:
         self._sampling = sampling
         self._max_age = max_reading_age
         self._source: Source | None = None
-        self._totals: dict[int, Totals] = {}
+        self._totals: dict[int, Totals] = {} if totals is None else totals
         self.recorder = Recorder()
         self._latest: dict[int, AllocatorReading] = {}
         self._external: dict[int, tuple[int | None, int]] = {}
@@ -78,6 +79,15 @@ class Sampler:
         self._thread = threading.local()
         """``serves`` on a thread that requests run on."""
         self._reading_alone = threading.RLock()  # reentrant: a finalizer may end a request within a reading
+
+    def begin_anew(self) -> None:
+        """In a forked child: the parent's locks may be held, and its readings are not this process's."""
+        self._reading_alone = threading.RLock()
+        self._latest, self._external, self._external_at = {}, {}, {}
+        self._request_devices, self._looked_at, self._sole_reader = [], -inf, None
+        self._totals.clear()
+        if self._survey is not None:
+            self._survey.begin_anew()
 
     def source(self) -> Source | None:
         """The source, or None while this process has no CUDA of its own to read."""

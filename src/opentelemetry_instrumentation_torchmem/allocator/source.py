@@ -173,10 +173,16 @@ class Source:
         return bool(reserved["peak"] or reserved["allocated"])
 
 
+_UNCACHING = frozenset({"PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"})
+
+
 def _backend(torch: Any) -> str:
     backend = str(torch.cuda.get_allocator_backend())
-    if backend == NATIVE and "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
-        return UNCACHED
+    if backend == NATIVE and not _UNCACHING.isdisjoint(os.environ):
+        # whether "0" turns caching off depends on the release: newer ones can be asked
+        enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
+        if enabled is None or not enabled():
+            return UNCACHED
     return backend
 
 

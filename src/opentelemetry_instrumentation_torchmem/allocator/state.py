@@ -60,9 +60,11 @@ class DeviceState(NamedTuple):
             if split is None
             else {"split_free": split, "cached_free": reserved - active - split}
         )
+        # cudaMallocAsync counts nothing and calls what is allocated active: it cannot tell what is pending
+        pending = {} if reading.retries is None else {"pending_free": active - allocated}
         return {
             "allocated": allocated,
-            "pending_free": active - allocated,
+            **pending,
             **idle,
             "external": self.external,
             "free": free,

@@ -61,6 +61,10 @@ class Survey:
         self._captures = captures
         self._share = share
         self._max_age = max_age
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """As if nothing had been looked at; in a forked child the parent's lock may be held."""
         self._surveyed: dict[int, Surveyed] = {}
         self._not_before = -inf
         self._taken_at = -inf

@@ -130,10 +130,12 @@ def _peaks_were_reset(b: Any, a: Any) -> bool:
 class Window:
     """One request's stay: where it stands among the others. Made by ``OpenWindows.open``."""
 
-    __slots__ = ("beside", "counted", "inner", "key", "most", "open", "outer", "sequence", "since")
+    __slots__ = ("beside", "counted", "era", "inner", "key", "most", "open", "outer", "sequence", "since")
 
-    def __init__(self, key: Hashable, outer: Window | None, sequence: int, since: int) -> None:
+    def __init__(self, key: Hashable, outer: Window | None, sequence: int, since: int, era: object) -> None:
         self.key = key
+        self.era = era
+        """That of the process it was opened in."""
         self.outer = outer
         """The one that it is nested in."""
         self.open = True
@@ -167,8 +169,13 @@ class OpenWindows:
     """
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """As if none had ever been opened: in a forked child the parent's never end."""
         # reentrant: a signal handler may make a request in the middle of one
         self._lock = threading.RLock()
+        self._era = object()
         self._sequence = 0
         self._open = 0
         self.count = 0
@@ -194,19 +201,23 @@ class OpenWindows:
         with self._lock:
             self.by_key[key] = self.by_key.get(key, 0) + 1
             self._open += 1
+            if outer is not None and outer.era is not self._era:
+                outer = None
             while outer is not None and not outer.counted:
                 outer = outer.outer
             if outer is not None:
-                return self._nest(Window(key, outer, self._sequence + 1, self.count))
+                return self._nest(Window(key, outer, self._sequence + 1, self.count, self._era))
             self.count += 1
             self._sequence += 1
             if self._open > 1:  # else nobody is there whom it overlaps
                 self._counted_now()
-            return Window(key, None, self._sequence, self.count)
+            return Window(key, None, self._sequence, self.count, self._era)
 
     def close(self, window: Window) -> int:
         """The most windows that were open at one time during this one, itself (or its outer one) included."""
         with self._lock:
+            if window.era is not self._era:
+                return 1
             window.counted = False
             self.by_key[window.key] -= 1
             self._open -= 1

@@ -134,6 +134,13 @@ class Requests:
         self._series: dict[tuple[str, str | None], _Series] = {}
         self._enriched: WeakKeyDictionary[Span, _Story] = WeakKeyDictionary()
 
+    def begin_anew(self) -> None:
+        """In a forked child: the parent's locks may be held, and its requests are not this process's."""
+        self._recording = threading.RLock()
+        self._abandoned = SimpleQueue()
+        for series in self._series.values():
+            series.zeroed = False
+
     def begin(
         self,
         target: Target,
