@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import threading
+from itertools import pairwise
 
 from exported import Exported
 
@@ -191,3 +192,125 @@ def test_torch_is_never_imported_by_us_and_found_when_the_user_imports_it(gpu):
     assert imported is False
     assert names == []
     assert allocated == 30 * MIB
+
+
+def beside_half_built_tuples() -> int:
+    import torch
+
+    kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    exported = Exported()
+    raised = []
+    stop = threading.Event()
+
+    def build() -> None:
+        while not stop.is_set():
+            try:
+                tuple(i for i in range(1000))
+            except SystemError as error:  # somebody else has referred to the tuple meanwhile
+                raised.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    for _ in range(20):
+        TorchMemInstrumentor().instrument(meter_provider=exported.provider)
+        TorchMemInstrumentor().uninstrument()
+    stop.set()
+    thread.join()
+    return len(raised) + kept.numel() - MIB
+
+
+def test_instrument_does_not_touch_what_other_threads_are_building(gpu):
+    assert gpu.run(beside_half_built_tuples) == 0
+
+
+def instrumented_again_after_a_reset() -> list:
+    import torch
+
+    exported = Exported()
+    names = ("torch.memory.allocations", "torch.memory.turnover", "torch.memory.device.allocations")
+    told = []
+    kept = [torch.empty(3 * MIB, dtype=torch.uint8, device="cuda") for _ in range(30)]
+    for _ in range(3):
+        TorchMemInstrumentor().instrument(meter_provider=exported.provider)
+        kept.append(torch.empty(3 * MIB, dtype=torch.uint8, device="cuda"))
+        exported.collect()
+        spent = exported.value("torch.memory.telemetry.duration")
+        told.append([*(exported.value(name) for name in names), spent])
+        TorchMemInstrumentor().uninstrument()
+        torch.cuda.reset_accumulated_memory_stats()
+    return told
+
+
+def test_counters_go_on_when_a_provider_is_given_again(gpu):
+    told = gpu.run(instrumented_again_after_a_reset)
+    for earlier, later in pairwise(told):
+        assert all(before <= after for before, after in zip(earlier, later, strict=True)), told
+
+
+def two_threads_at_once() -> list:
+    import torch
+
+    untouched = torch.cuda.MemPool.__dict__["__init__"]
+    exported = [Exported(), Exported()]
+    left = 0
+    gate = threading.Barrier(2)  # opens anew each time both have come
+
+    def instrument(provider) -> None:
+        gate.wait()
+        TorchMemInstrumentor().instrument(meter_provider=provider)
+
+    for _ in range(50):
+        threads = [threading.Thread(target=instrument, args=(each.provider,)) for each in exported]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        TorchMemInstrumentor().uninstrument()
+        left += torch.cuda.MemPool.__dict__["__init__"] is not untouched
+        left += sum(bool(ours(each)) for each in exported)
+    return [left]
+
+
+def test_two_threads_that_instrument_at_once_leave_nothing_behind(gpu):
+    assert gpu.run(two_threads_at_once) == [0]
+
+
+def forked_beside_requests() -> list:
+    import signal
+
+    from opentelemetry_instrumentation_torchmem import track
+
+    import torch  # noqa: F401  # isort: skip
+
+    exported = Exported()
+    TorchMemInstrumentor().instrument(meter_provider=exported.provider)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            with track("request"):
+                pass
+
+    threads = [threading.Thread(target=serve) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    outcomes = []
+    for _ in range(25):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # a lock of the parent's hangs it
+            with track("mine"):
+                pass
+            requests = TorchMemInstrumentor()._instrumented._wiring._requests
+            counts = {labels["torch.operation"]: count for count, labels in requests.active()}
+            TorchMemInstrumentor().uninstrument()
+            os._exit(0 if counts == {"request": 0, "mine": 0} else 3)
+        outcomes.append(os.waitpid(child, 0)[1])
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return sorted(set(outcomes))
+
+
+def test_a_child_forked_beside_requests_neither_hangs_nor_keeps_them(gpu):
+    assert gpu.run(forked_beside_requests, timeout=250) == [0]

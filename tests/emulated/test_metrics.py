@@ -271,6 +271,23 @@ def test_without_caching_nothing_is_told_of_what_is_not_kept(gpu):
     assert got["contexts"] == [True, False, False]
 
 
+def backend_told() -> list:
+    import torch
+
+    exported = instrumented()
+    kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda:0")
+    exported.collect()
+    backend = exported.all("torch.memory.allocator.info")[0][0]["torch.memory.backend"]
+    return [backend, torch.cuda.memory_reserved() > 0, kept.numel()]
+
+
+@pytest.mark.needs_emulation
+@pytest.mark.parametrize("value", ["0", "false"])
+def test_whether_caching_is_off_is_asked_of_torch_not_of_the_variable(gpu, value):
+    backend, caches, _ = gpu.run(backend_told, env={"PYTORCH_NO_CUDA_MEMORY_CACHING": value})
+    assert backend == ("native" if caches else "uncached")
+
+
 def series_of_a_pluggable_allocator(library: str) -> dict:
     import torch
 
