@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Collection
 from types import ModuleType
@@ -39,6 +40,8 @@ class TorchMemInstrumentor(BaseInstrumentor):
     _instrumented: _Instrumented | None = None
     _telemetry: OwnTelemetry | None = None
     _lock = threading.Lock()
+    _waits = False
+    """Whether the import of torch is waited for."""
 
     def instrumentation_dependencies(self) -> Collection[str]:
         return INSTRUMENTS
@@ -53,8 +56,18 @@ class TorchMemInstrumentor(BaseInstrumentor):
             TorchMemInstrumentor._telemetry = telemetry
             try:
                 self._instrumented = _Instrumented(telemetry, kwargs)
+                if "torch" in sys.modules:
+                    wrapt.register_post_import_hook(self._instrumented.torch_imported, "torch")
+                elif not TorchMemInstrumentor._waits:  # a hook cannot be taken back: one is enough
+                    TorchMemInstrumentor._waits = True
+                    wrapt.register_post_import_hook(self._torch_imported, "torch")
             except Exception as error:  # anything that escapes would stop every later instrumentor
                 telemetry.say_once("instrument", "torchmem: not instrumented: %r", error)
+
+    def _torch_imported(self, torch: ModuleType) -> None:
+        instrumented = self._instrumented
+        if instrumented is not None:
+            instrumented.torch_imported(torch)
 
     def _uninstrument(self, **kwargs: Any) -> None:  # noqa: ARG002 - the base class's signature
         with self._lock:
@@ -75,10 +88,10 @@ class _Instrumented:
         )
         self._wiring: Wiring | None = None
         self._undone = False
-        wrapt.register_post_import_hook(self._torch_imported, "torch")
 
-    def _torch_imported(self, torch: ModuleType) -> None:  # noqa: ARG002 - the hook's signature
-        if self._undone:  # a hook cannot be taken back
+    def torch_imported(self, torch: ModuleType) -> None:  # noqa: ARG002 - the hook's signature
+        """Have the rooms wired. Never raises: it would fail the user's import."""
+        if self._undone or self._wiring is not None:
             return
         try:
             from .wiring import Wiring

@@ -135,7 +135,8 @@ STATE = Attribute(
         "allocated": "In tensors.",
         "pending_free": "Freed, but a recorded stream has not been seen to be done with it.",
         "split_free": "Free, but trapped in partly used segments.",
-        "cached_free": "Wholly free segments: empty_cache, or the allocator's own retry, returns them.",
+        "cached_free": "Wholly free segments: empty_cache, or the allocator's own retry, returns them, but "
+        "for those of live CUDA graphs and MemPools.",
         "cached": "split_free and cached_free together, where a reading cannot tell them apart.",
         "external": "In use on the device and not held by this process's allocator: the CUDA context, "
         "NCCL, other libraries, other processes.",
@@ -445,7 +446,8 @@ METRICS: tuple[Metric, ...] = (
            "last snapshot. Absent while nothing is reserved.",
            lambda d: d.fragmentation),
     Metric("torch.memory.slack", Kind.GAUGE, "1",
-           "The unused share of what is held: 1 - active / reserved. Valid in every mode; cache is in it.",
+           "The unused share of what is held: 1 - active / reserved. Valid in every mode; cache is in it. "
+           "Absent while nothing is reserved.",
            lambda d: d.reading.slack),
     Metric("torch.memory.rounding", Kind.UP_DOWN_COUNTER, "By",
            "Bytes lost to rounding: active - requested.", lambda d: d.reading.rounding),

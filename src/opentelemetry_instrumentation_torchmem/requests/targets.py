@@ -37,7 +37,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 import wrapt
 
@@ -158,12 +158,19 @@ class Targets:
             self._take(name, module, runs=True)
             return
 
+        take = WeakMethod(self._imported)  # a hook cannot be taken back, and need not keep us
+
         def imported(module: ModuleType) -> None:
-            if not self._undone:  # a hook cannot be taken back
-                # a lazy package puts another object in its own place
-                self._take(name, sys.modules.get(name, module), runs=False)
+            act = take()
+            if act is not None:
+                act(name, module)
 
         wrapt.register_post_import_hook(imported, name)
+
+    def _imported(self, name: str, module: ModuleType) -> None:
+        if not self._undone:
+            # a lazy package puts another object in its own place
+            self._take(name, sys.modules.get(name, module), runs=False)
 
     def _take(self, name: str, module: ModuleType, *, runs: bool) -> None:
         """Wrap what is wanted of a module. Never raises: it would fail the user's import."""
