@@ -16,17 +16,14 @@ from opentelemetry_instrumentation_torchmem.allocator.state import DeviceState
 
 def reading(at: float = 0.0, **current: int) -> AllocatorReading:
     names = ("allocated", "active", "requested", "reserved", "inactive_split")
-    return AllocatorReading(
-        0,
-        at,
-        {
-            f"{name}_bytes": {
-                "all": {"current": current[name], "peak": 0, "allocated": 0, "freed": -current[name]}
-            }
-            for name in names
-            if name in current
-        },
-    )
+    statistics = {
+        f"{name}_bytes": {
+            "all": {"current": current[name], "peak": 0, "allocated": 0, "freed": -current[name]}
+        }
+        for name in names
+        if name in current
+    }
+    return AllocatorReading(0, at, {**statistics, "num_alloc_retries": 0})
 
 
 def state(of: AllocatorReading, limit: int | None = 1000, used_elsewhere: int | None = 100) -> DeviceState:
@@ -66,6 +63,13 @@ def test_the_ledger_sums_to_the_limit():
 def test_the_ledger_has_one_state_cached_where_splits_are_not_told():
     got = state(reading(allocated=50, active=60, reserved=100)).ledger
     assert got == {"allocated": 50, "pending_free": 10, "cached": 40, "external": 100, "free": 800}
+
+
+def test_a_backend_that_counts_nothing_cannot_tell_what_is_pending():
+    told = reading(allocated=60, active=60, reserved=100)
+    of_async = {name: figure for name, figure in told.statistics.items() if name != "num_alloc_retries"}
+    got = state(AllocatorReading(0, 0.0, of_async)).ledger
+    assert got == {"allocated": 60, "cached": 40, "external": 100, "free": 800}
 
 
 @pytest.mark.parametrize(
