@@ -126,6 +126,10 @@ def _forked(body: Callable[[], Iterator[dict[str, Any]]]) -> list[str]:
     return said
 
 
+class EndedError(Exception):
+    """The walk cannot go on."""
+
+
 class Walk:
     """One process's random doings."""
 
@@ -265,11 +269,14 @@ class Walk:
         with torch.cuda.device(device):
             stream = torch.cuda.Stream(device)
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream), contextlib.suppress(torch.OutOfMemoryError):
-                for _ in range(self.chance.randrange(1, 5)):
-                    kept.append(torch.empty(self.size(), dtype=torch.uint8, device=f"cuda:{device}"))
-                    if self.chance.random() < 0.5:
-                        kept.pop(self.chance.randrange(len(kept)))
+            try:
+                with torch.cuda.graph(graph, stream=stream), contextlib.suppress(torch.OutOfMemoryError):
+                    for _ in range(self.chance.randrange(1, 5)):
+                        kept.append(torch.empty(self.size(), dtype=torch.uint8, device=f"cuda:{device}"))
+                        if self.chance.random() < 0.5:
+                            kept.pop(self.chance.randrange(len(kept)))
+            except torch.AcceleratorError as error:
+                raise EndedError from error  # memory ran short, and what torch did about it broke the capture
         self.graphs.append((graph, kept))
 
     def drop_graph(self) -> None:
@@ -329,6 +336,8 @@ def _walk(mode: str, seed: int, stops: int) -> Iterator[dict[str, Any]]:
     for stop in range(stops):
         try:
             walk.go(chance.choice([4, 12, 30]))
+        except EndedError:
+            return
         except torch.AcceleratorError:
             if of_mode.switched and "max_split" in f"{of_mode.conf} {of_mode.switched}":
                 return  # torch calls cudaFree for a block that is no cudaMalloc of its own
