@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import inf, nan
-from typing import Any
+from math import inf
+from typing import Any, TypeVar
 
 from .requests.specs import SPANS, TargetSpec, parse_targets
 
 Warn = Callable[[str], object]
+N = TypeVar("N", int, float)
 
 
 class _NotAllowedError(ValueError):
@@ -36,42 +37,30 @@ def _one_of(*allowed: str) -> Callable[[object], str]:
     return parse
 
 
-def _seconds(value: object) -> float:
-    try:
-        seconds = (
-            float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else nan
-        )
-    except ValueError:
-        seconds = nan
-    if not 0 <= seconds < inf:
-        raise _NotAllowedError("a number of seconds from 0 up")
-    return seconds
+def _number(kind: Callable[[Any], N], least: float, most: float, allowed: str) -> Callable[[object], N]:
+    """A number from ``least`` to ``most``, as itself or as text; ``allowed`` says so in words."""
+
+    taken = (int, str) if kind is int else (int, float, str)
+
+    def parse(value: object) -> N:
+        try:
+            number = kind(value) if isinstance(value, taken) and not isinstance(value, bool) else None
+        except (ValueError, OverflowError):
+            number = None
+        if number is None or not least <= number <= most or number == inf:
+            raise _NotAllowedError(allowed)
+        return number
+
+    return parse
 
 
-def _count(value: object) -> int:
-    try:
-        count = int(value) if isinstance(value, (int, str)) and not isinstance(value, bool) else -1
-    except ValueError:
-        count = -1
-    if count < 0:
-        raise _NotAllowedError("a whole number from 0 up")
-    return count
+_count = _number(int, 0, inf, "a whole number from 0 up")
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise _NotAllowedError("a text")
     return value.strip()
-
-
-def _share(value: object) -> float:
-    try:
-        share = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else nan
-    except ValueError:
-        share = nan
-    if not 0 <= share <= 0.1:
-        raise _NotAllowedError("a number from 0 to 0.1")
-    return share
 
 
 def _yes_or_no(value: object) -> bool:
@@ -140,12 +129,12 @@ class Config:
         "`always`: each collection, whatever it waits for.",
     )
     max_reading_age: float = _option(
-        _seconds,
+        _number(float, 0, inf, "a number of seconds from 0 up"),
         15.0,
         "Seconds for which a request's reading serves the collections while requests are in flight.",
     )
     snapshot_share: float = _option(
-        _share,
+        _number(float, 0, 0.1, "a number from 0 to 0.1"),
         0.001,
         "The share of time that memory snapshots may take, 0 to 0.1; 0 for none, and no figure that needs "
         "one (headroom, largest free block, private pools; fragmentation under expandable segments).",
@@ -179,9 +168,13 @@ class Config:
         "memory_viz and `torchmem snapshot`; none where it is empty.",
     )
     oom_dump_max_files: int = _option(
-        _count, 10, "How many such snapshots the directory may hold. None is ever deleted."
+        _number(int, 0, inf, "a whole number from 0 up"),
+        10,
+        "How many such snapshots the directory may hold. None is ever deleted.",
     )
-    oom_dump_max_mib: int = _option(_count, 256, "How large they may be together, in MiB.")
+    oom_dump_max_mib: int = _option(
+        _number(int, 0, inf, "a whole number from 0 up"), 256, "How large they may be together, in MiB."
+    )
     excluded_metrics: tuple[str, ...] = _option(
         _names, (), "Names or globs of metrics that are not made: `torch.memory.host.*`."
     )

@@ -39,10 +39,9 @@ REASONS = {
 
 
 class OwnTelemetry:
-    """Totals since ``instrument()``. One owner: the instrumentor, which hands it down."""
+    """Totals since the process's first ``instrument()``. One owner: the instrumentor, which hands it down."""
 
     def __init__(self) -> None:
-        # reentrant: a signal handler may interrupt the very thread that counts
         self.unlock()
         self._said: set[str] = set()
         self.seconds: dict[str, float] = dict.fromkeys(STEPS, 0.0)
