@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import inf
@@ -216,6 +216,8 @@ class Config:
                     continue
                 try:
                     chosen[name] = options[name].metadata["parse"](value)
+                    if name == "targets":
+                        chosen[name] = tuple(replace(spec, origin=origin) for spec in chosen[name])
                 except _NotAllowedError as allowed:
                     warn(
                         f"torchmem: {name}={value!r} from {origin} is not allowed ({allowed}); "

@@ -19,8 +19,14 @@ from .telemetry import OwnTelemetry
 if TYPE_CHECKING:
     from .wiring import Wiring
 
-_IN_CODE = ("meter_provider", "tracer_provider", "logger_provider", "request_hook", "response_hook")
-"""What only code can give; every other keyword is an option of ``Config``."""
+_IN_CODE = {
+    "meter_provider": ("get_meter", "a MeterProvider; the global one is used"),
+    "tracer_provider": ("get_tracer", "a TracerProvider; the global one is used"),
+    "logger_provider": ("get_logger", "a LoggerProvider; the global one is used"),
+    "request_hook": ("__call__", "a function; it is left out"),
+    "response_hook": ("__call__", "a function; it is left out"),
+}
+"""What only code can give: what it must have, and what it must be. Every other keyword is an option."""
 
 
 class TorchMemInstrumentor(BaseInstrumentor):
@@ -81,7 +87,13 @@ class _Instrumented:
 
     def __init__(self, telemetry: OwnTelemetry, arguments: dict[str, Any]) -> None:
         self._telemetry = telemetry
-        self._in_code = {name: arguments[name] for name in _IN_CODE if name in arguments}
+        self._in_code: dict[str, Any] = {}
+        for name, (method, allowed) in _IN_CODE.items():
+            given = arguments.get(name)
+            if hasattr(given, method):
+                self._in_code[name] = given
+            elif given is not None:
+                telemetry.say_once(name, "torchmem: %s=%r from an argument is not %s", name, given, allowed)
         self._config = Config.of(
             {name: value for name, value in arguments.items() if name not in _IN_CODE},
             warn=lambda line: telemetry.say_once(line, "%s", line),

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from types import ModuleType
 from weakref import WeakSet
 
@@ -26,14 +28,18 @@ from .metrics import Feed, is_set, registration
 from .package import NAME
 from .requests import track
 from .requests.probe import Hook, Requests
+from .requests.specs import BUILT_IN_LABELS
 from .requests.targets import Targets
 from .requests.wrapping import torch_imported
+from .signals import METRICS, REQUEST_METRICS
 from .telemetry import OwnTelemetry
 from .version import __version__
 
 # Outlives each wiring: a provider that is given again goes on counting, and what it exported must not fall.
 _totals: dict[int, Totals] = {}
 _live: WeakSet[Wiring] = WeakSet()
+
+_METRIC_NAMES = frozenset(row.name for row in (*METRICS, *REQUEST_METRICS))
 
 
 def _forked() -> None:
@@ -60,6 +66,8 @@ class Wiring:
     ) -> None:
         self._undone = False
         self._telemetry = telemetry
+        _tell_unmatched(telemetry, "excluded_metrics", config.excluded_metrics, _METRIC_NAMES)
+        _tell_unmatched(telemetry, "disabled_targets", config.disabled_targets, BUILT_IN_LABELS)
         windows = self._windows = OpenWindows()
         self._pools = PoolWatch()
         self._captures = CaptureWatch()
@@ -70,7 +78,13 @@ class Wiring:
             sampling=config.sampling,
             max_reading_age=config.max_reading_age,
             totals=_totals,
-            survey=Survey(telemetry, windows, self._captures, share=config.snapshot_share),
+            survey=Survey(
+                telemetry,
+                windows,
+                self._captures,
+                live_pools=self._live_pools,
+                share=config.snapshot_share,
+            ),
         )
         self._registration = registration(meter_provider)
         self._ooms = oom.OomWatch(
@@ -155,6 +169,19 @@ def _dumps(config: Config) -> DumpDirectory | None:
     if not (config.oom_evidence and config.oom_dump_dir):
         return None
     return DumpDirectory(config.oom_dump_dir, config.oom_dump_max_files, config.oom_dump_max_mib << 20)
+
+
+def _tell_unmatched(
+    telemetry: OwnTelemetry, option: str, patterns: Sequence[str], names: Collection[str]
+) -> None:
+    """Say of each pattern that fits nothing: a typo would leave on what was to be off."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = get_close_matches(pattern, names, 1, 0.8)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            telemetry.say_once(
+                f"{option} {pattern}", "torchmem: %s: %r fits none of them%s", option, pattern, hint
+            )
 
 
 def _awake(

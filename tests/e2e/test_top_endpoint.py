@@ -67,9 +67,9 @@ class Top:
 def running(**options) -> Iterator[Top]:
     board, received = Board(), []
 
-    def receive(request):
+    def receive(request, peer):
         received.append(request)
-        board.receive(request)
+        board.receive(request, peer)
 
     with otlp.Endpoint(receive, **({"grpc_port": 0, "http_port": 0} | options)) as endpoint:
         yield Top(endpoint, board, received)
@@ -517,7 +517,7 @@ def test_grpc_refuses_what_is_malformed_or_too_large(capfd):
 
 
 def test_a_fault_of_ours_is_told_to_the_sender_and_ends_nothing(capfd):
-    def receive(_request):
+    def receive(_request, _peer):
         raise KeyError("ours")
 
     with (
@@ -595,7 +595,7 @@ def test_a_port_in_use_is_an_error_that_names_the_option_and_leaves_nothing_open
     taken = int((top.grpc if side == "grpc" else top.http).rpartition(":")[2])
     ports = {"grpc_port": 0, "http_port": 0} | {f"{side}_port": taken}
     with pytest.raises(otlp.EndpointError, match=rf"port {taken} .* in use.*--{side}-port"):
-        otlp.Endpoint(lambda request: None, **ports)
+        otlp.Endpoint(lambda request, peer: None, **ports)
     assert capfd.readouterr().err == "", "grpc's own account of it is not shown"
 
 
@@ -604,7 +604,7 @@ def test_one_port_for_both_sides_is_in_use():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(otlp.EndpointError, match="in use"):
-        otlp.Endpoint(lambda request: None, grpc_port=port, http_port=port)
+        otlp.Endpoint(lambda request, peer: None, grpc_port=port, http_port=port)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", port))
 
@@ -612,4 +612,4 @@ def test_one_port_for_both_sides_is_in_use():
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
 def test_an_address_that_is_not_this_machines_is_an_error(host):
     with pytest.raises(otlp.EndpointError, match=host.partition(".")[0]):
-        otlp.Endpoint(lambda request: None, host=host, grpc_port=0, http_port=0)
+        otlp.Endpoint(lambda request, peer: None, host=host, grpc_port=0, http_port=0)

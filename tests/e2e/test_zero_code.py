@@ -84,7 +84,7 @@ def launched(
     """Run a program under the launcher, its exporter set to an endpoint of ours."""
     received = Received()
     (tmp_path / "app.py").write_text(program)
-    with Endpoint(received.requests.append, grpc_port=0, http_port=0) as endpoint:
+    with Endpoint(lambda request, _: received.requests.append(request), grpc_port=0, http_port=0) as endpoint:
         address = f"http://{endpoint.grpc_address if protocol == 'grpc' else endpoint.http_address}"
         done = subprocess.run(
             [
@@ -235,7 +235,7 @@ instrumentation/development:
 def test_the_sdks_configuration_file_carries_options(gpu, tmp_path):
     program = PROGRAM
     received = Received()
-    with Endpoint(received.requests.append, grpc_port=0, http_port=0) as endpoint:
+    with Endpoint(lambda request, _: received.requests.append(request), grpc_port=0, http_port=0) as endpoint:
         (tmp_path / "otel.yaml").write_text(CONFIGURATION % f"http://{endpoint.grpc_address}")
         (tmp_path / "app.py").write_text(program)
         done = subprocess.run(

@@ -414,3 +414,17 @@ def test_what_it_reads_is_what_the_table_declares():
     assert set(STATES) == set(signals.STATE.members)
     assert signals.DEVICE.name == "torch.device"
     assert signals.POOL.members.keys() == {"small", "large"}
+
+
+def test_senders_that_say_neither_instance_nor_pid_are_told_apart_by_their_connections(board):
+    for peer, bytes_ in (("127.0.0.1:5001", 3), ("127.0.0.1:5002", 40), ("127.0.0.1:5001", 5)):
+        sender = Sender(instance=None, pid="").level("torch.memory.reserved", bytes_, at=bytes_)
+        board.receive(sender.request, peer)
+    assert sorted(process.devices[0].reserved for process in board.view().processes) == [5, 40]
+
+
+@pytest.mark.parametrize("nonsense", [1e308, -1e308, 2.0**64])
+def test_a_level_that_no_device_can_have_is_as_one_that_was_not_sent(board, nonsense):
+    sender = Sender().states(allocated=4)
+    board.receive(sender.level("torch.memory.usage", nonsense, torch__memory__state="free").request)
+    assert only_device(board).ledger == {"allocated": 4}

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..version import __version__
 from . import snapshot, top
 
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: after ``--help`` (0) or a bad option (2), as argparse does.
     """
     parser = argparse.ArgumentParser(prog="torchmem", description="The GPU memory of PyTorch, made visible.")
+    parser.add_argument("--version", action="version", version=f"torchmem {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
         options = commands.add_parser(

@@ -7,7 +7,6 @@ screens. A figure that was not sent is ``None``, never 0.
 
 from __future__ import annotations
 
-import math
 import statistics
 import threading
 import time
@@ -69,6 +68,8 @@ _LATE = 300 * _SECOND
 _MISSED = 1.5
 _TURNED_AWAY_KEPT = 4096
 _TEXT_KEPT = 120
+# Bytes; no device has more, and sums of such figures stay finite.
+_MOST = 2.0**63
 
 _Key = tuple[str, str]
 
@@ -408,14 +409,18 @@ class Board:
         self._strangers = 0
         self._stranger: str | None = None
 
-    def receive(self, request: ExportMetricsServiceRequest) -> None:
-        """Takes one export in. Unknown metrics, attributes and kinds of points are passed over."""
+    def receive(self, request: ExportMetricsServiceRequest, peer: str = "") -> None:
+        """Takes one export in. Unknown metrics, attributes and kinds of points are passed over.
+
+        ``peer``, the sender's address, tells apart those that say neither ``service.instance.id`` nor
+        ``process.pid``: older SDKs say neither by themselves.
+        """
         with self._lock:
             now = self._clock()
             self._forget(now)
             self._exports += 1
             for resource_metrics in request.resource_metrics:
-                self._take(resource_metrics, now)
+                self._take(resource_metrics, now, peer)
 
     def view(self) -> BoardView:
         """The board as it stands now; later exports do not change it."""
@@ -438,12 +443,12 @@ class Board:
         with self._lock:
             return (*self._ended, *(process.summary() for process in self._processes.values()))
 
-    def _take(self, resource_metrics: ResourceMetrics, now: float) -> None:
+    def _take(self, resource_metrics: ResourceMetrics, now: float, peer: str) -> None:
         resource = _texts(resource_metrics.resource.attributes)
         service = resource.get("service.name", "unknown_service")
         instance = resource.get("service.instance.id")
         pid = resource.get("process.pid", "")
-        key = (service, instance or f"{resource.get('host.name', '')}/{pid}")
+        key = (service, instance or f"{resource.get('host.name', '')}/{pid or peer}")
         process: _Process | None = None
         touched: dict[str, _Device] = {}
         for scope_metrics in resource_metrics.scope_metrics:
@@ -544,7 +549,7 @@ def _number(point: NumberDataPoint) -> float | None:
     kind = point.WhichOneof("value")
     if kind == "as_int":
         return point.as_int
-    if kind == "as_double" and math.isfinite(point.as_double):
+    if kind == "as_double" and abs(point.as_double) <= _MOST:  # neither NaN nor infinite is
         return point.as_double
     return None
 

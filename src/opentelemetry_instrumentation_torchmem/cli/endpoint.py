@@ -60,7 +60,7 @@ _PROTOBUF = "application/x-protobuf"
 _JSON = "application/json"
 _SERVICE = "opentelemetry.proto.collector"
 
-Receive = Callable[[ExportMetricsServiceRequest], None]
+Receive = Callable[[ExportMetricsServiceRequest, str], None]
 
 
 class _Refusal(Exception):  # noqa: N818 - an answer, not an error of ours
@@ -136,7 +136,7 @@ class Endpoint:
     """Listens on both ports from construction on, answers within ``with``.
 
     Args:
-        receive: called with each metric export, from any of the endpoint's threads.
+        receive: called with each metric export and its sender's address, from any of the endpoint's threads.
         host: name or address to listen on. A name that stands for several addresses means its first.
         grpc_port, http_port: 0 picks a free one.
         max_body: bytes of one request, as sent and unpacked; a larger one is refused (413 or
@@ -188,13 +188,13 @@ class Endpoint:
         self._http_thread.join()
         stopped.wait()
 
-    def accept(self, signal: _Signal, content_type: str, body: bytes) -> None:
+    def accept(self, signal: _Signal, content_type: str, body: bytes, peer: str) -> None:
         """Reads one request and passes metrics on. Raises ``_Refusal``."""
         message = signal.read(content_type, body)
         if not isinstance(message, ExportMetricsServiceRequest):
             return
         try:
-            self._receive(message)
+            self._receive(message, peer)
         except Exception as error:  # a fault of ours: the sender's log tells it, the screen goes on
             raise _Refusal(500, 13, f"torchmem top failed on it: {error!r}"[:500]) from error
 
@@ -231,7 +231,7 @@ class Endpoint:
     def _answer_grpc(self, signal: _Signal) -> Callable[[bytes, grpc.ServicerContext], bytes]:
         def export(body: bytes, context: grpc.ServicerContext) -> bytes:
             try:
-                self.accept(signal, _PROTOBUF, body)
+                self.accept(signal, _PROTOBUF, body, context.peer())
             except _Refusal as refusal:
                 self.count_refused()
                 context.abort(_GRPC_STATUS[refusal.code], str(refusal))
@@ -313,7 +313,7 @@ class _HttpHandler(BaseHTTPRequestHandler):
             content_type = self._content_type()
             body = self._body()
             self._unread = False
-            self.server.endpoint.accept(signal, content_type, body)
+            self.server.endpoint.accept(signal, content_type, body, "{}:{}".format(*self.client_address))
         except _Refusal as refusal:
             self.server.endpoint.count_refused()
             self._answer(refusal.status, content_type, _status(content_type, refusal.code, str(refusal)))

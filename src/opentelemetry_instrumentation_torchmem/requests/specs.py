@@ -40,6 +40,13 @@ class TargetSpec:
     """Whether an iterator that it returns is followed to its end, as generators always are."""
     problem: str | None = None
     """What is wrong with it; such a one is logged and left out."""
+    origin: str = ""
+    """Where the user wrote it, for what is said of it."""
+
+    @property
+    def named(self) -> str:
+        """It and where it was written, for the log."""
+        return f"{self.target} (from {self.origin})" if self.origin else self.target
 
     @property
     def module(self) -> str:
@@ -75,7 +82,7 @@ def _spec(entry: object) -> TargetSpec:
     options: dict[Any, Any] = {"target": entry}
     if isinstance(entry, TargetSpec):
         options = asdict(entry)
-        del options["problem"]
+        del options["problem"], options["origin"]
     elif isinstance(entry, Mapping):
         options = dict(cast("Mapping[Any, Any]", entry))
     name: Any = options.pop("target", None)
@@ -91,7 +98,7 @@ def _spec(entry: object) -> TargetSpec:
 def _problem(name: object, options: Mapping[Any, Any]) -> str | None:
     if not isinstance(name, str):
         return ALLOWED
-    known = {field.name for field in fields(TargetSpec)} - {"target", "problem"}
+    known = {field.name for field in fields(TargetSpec)} - {"target", "problem", "origin"}
     for option, value in options.items():
         if option not in known:
             return f"{option!r} is no option of a target ({', '.join(sorted(known))} are)"

@@ -130,7 +130,7 @@ class Targets:
         named: dict[str, TargetSpec] = {}
         for spec in self._specs:
             if spec.problem is not None:
-                self._refuse(spec.target, spec.problem)
+                self._refuse(spec.named, spec.problem)
             else:
                 named[spec.target] = spec
         for row in BUILT_IN:
@@ -143,7 +143,7 @@ class Targets:
             if spec.target not in BUILT_IN_LABELS:
                 owner, _, name = spec.path.rpartition(".")
                 target = self._target(spec, spec.target.replace(":", "."), name.strip("_") or name)
-                yield _Wanted(spec.module, owner, name, target, spec.target)
+                yield _Wanted(spec.module, owner, name, target, spec.named)
 
     def _target(self, spec: TargetSpec, label: str, operation: str) -> Target:
         return Target(
