@@ -159,8 +159,9 @@ class Server:
 
 
 class Collector(Server):
-    """Its addresses as `host:port`: OTLP goes into `grpc` and `http`, Prometheus finds the metrics at `scrape`
-    and the collector's own at `own`."""
+    """Its addresses as `host:port`: OTLP goes in at `grpc` and `http`, the metrics come out at `scrape`,
+    the collector's own at `own`.
+    """
 
     grpc: str
     http: str
@@ -183,7 +184,7 @@ def collector(
 
     `environment` beats the free ports chosen here (collector-config/README.md has the names); `ports` fixes
     some of `grpc`, `http`, `scrape`, `health`, `own`; `settings` are one-off changes, by their path with `::`
-    between, as the collector's `--set` takes them. Its files lie in `folder`: its log, its queues, `logs_file`.
+    between, as the collector's `--set` takes them. Its log, queues and `logs_file` lie in `folder`.
     """
     doors = ("grpc", "http", "scrape", "health", "own")
     chosen = dict(zip(doors, free_ports(len(doors)), strict=True)) | dict(ports or {})
