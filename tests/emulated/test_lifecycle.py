@@ -314,3 +314,32 @@ def forked_beside_requests() -> list:
 
 def test_a_child_forked_beside_requests_neither_hangs_nor_keeps_them(gpu):
     assert gpu.run(forked_beside_requests, timeout=250) == [0]
+
+
+def the_driver_stops_telling() -> list:
+    import torch
+    from emulator import control
+
+    kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    exported = Exported()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("opentelemetry_instrumentation_torchmem").addHandler(handler)
+    TorchMemInstrumentor().instrument(meter_provider=exported.provider)
+    whole = exported.collect().names
+    control.fail("cudaMemGetInfo", 0)
+    exported.collect()
+    lost, allocated = whole - exported.names, exported.value("torch.memory.allocated")
+    control.forgive()
+    back = exported.collect().names
+    return [sorted(lost), allocated, said, sorted(whole - back), kept.numel()]
+
+
+def test_a_driver_that_fails_costs_only_what_it_alone_knows(gpu):
+    lost, allocated, said, still_lost, _ = gpu.run(the_driver_stops_telling)
+    assert lost == ["torch.memory.limit", "torch.memory.usage"]
+    assert allocated == 30 * MIB
+    (line,) = said
+    assert line.startswith("torchmem: what the driver knows of cuda:0 is left out: ")
+    assert still_lost == []

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..telemetry import OwnTelemetry
 from .pools import PoolWatch
-from .reading import AllocatorReading, HostReading, external
+from .reading import AllocatorReading, DriverMemory, HostReading, external
 from .recorder import Recorder
 from .settings import AllocatorSettings
 from .source import Device, Source, initialised_torch
@@ -164,13 +164,16 @@ class Sampler:
         if self._survey is not None:
             serving = getattr(self._thread, "serves", False)
             of = self._survey.of
-            surveyed = self._attempt(of, source, settings, used, may_read, serving) or surveyed
+            surveyed = (
+                self._attempt("the snapshot", of, source, settings, used, may_read, serving) or surveyed
+            )
         for index in used:
-            state = self._attempt(self._state, source, index, may_read, surveyed.get(index))
+            name = source.device(index).name
+            state = self._attempt(name, self._state, source, index, may_read, surveyed.get(index))
             if state is not None:
                 devices.append((source.device(index), state))
         began = perf_counter()
-        host = self._attempt(source.host)
+        host = self._attempt("the host", source.host)
         self._telemetry.spent("device", perf_counter() - began)
         return Collection(source.version, source.backend, settings, tuple(devices), host)
 
@@ -237,29 +240,36 @@ class Sampler:
             return False
         return monotonic() - latest.at <= self._max_age and (self._windows.count > 0 or not may_read)
 
-    def _driver(self, source: Source, index: int, reading: AllocatorReading) -> tuple[int | None, int]:
+    def _driver(self, source: Source, index: int, reading: AllocatorReading) -> tuple[int | None, int | None]:
         """What others use on the device, and its limit, from the driver right after a reading.
 
         Kept for the collections that a request's reading serves: from a reading and a driver's figure of
         different times, what the allocator won in between would look like somebody else's.
         """
-        began = perf_counter()
-        driver = source.driver_memory(index)
-        self._telemetry.spent("device", perf_counter() - began)
+        driver = self._driver_memory(source, index)
+        if driver is None:
+            self._external.pop(index, None)
+            return None, None
         self._external_at[index] = reading.at
         known = self._external[index] = external(reading, driver), driver.total
         return known
 
-    def _limit(self, source: Source, index: int) -> int:
+    def _limit(self, source: Source, index: int) -> int | None:
+        driver = self._driver_memory(source, index)
+        return None if driver is None else driver.total
+
+    def _driver_memory(self, source: Source, index: int) -> DriverMemory | None:
+        """What the driver tells of a device. Where it fails the allocator's own figures stand without it."""
         began = perf_counter()
-        total = source.driver_memory(index).total
-        self._telemetry.spent("device", perf_counter() - began)
-        return total
+        try:
+            return self._attempt(f"what the driver knows of cuda:{index}", source.driver_memory, index)
+        finally:
+            self._telemetry.spent("device", perf_counter() - began)
 
     def _device_state(
         self,
         reading: AllocatorReading,
-        limit: int,
+        limit: int | None,
         used_elsewhere: int | None,
         surveyed: Surveyed | None,
     ) -> DeviceState:
@@ -275,14 +285,14 @@ class Sampler:
             map_is_current=surveyed is not None and surveyed.is_of(reading),
         )
 
-    def _attempt(self, part: Callable[..., Any], *arguments: Any) -> Any:
+    def _attempt(self, what: str, part: Callable[..., Any], *arguments: Any) -> Any:
         """A part of a collection that raises is absent from it, told once and counted."""
         try:
             return part(*arguments)
         except Exception as error:  # a broken CUDA context raises anything, at every call
             self._telemetry.skip("error")
             self._telemetry.say_once(
-                f"collect {type(error).__name__}", "torchmem: a reading failed and is left out: %s", error
+                f"collect {what} {type(error).__name__}", "torchmem: %s is left out: %r", what, error
             )
             return None
 
