@@ -209,9 +209,17 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def seconds(text: str) -> float:
+    number = float(text) if text.replace(".", "", 1).isdecimal() else 0.0
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r} from it or DEMO_SECONDS: a number of seconds above 0")
+    return number
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=float(os.environ.get("DEMO_SECONDS") or 60))
+    default = os.environ.get("DEMO_SECONDS") or "60"
+    parser.add_argument("--seconds", type=seconds, default=default, help="[DEMO_SECONDS, 60]")
     parser.add_argument("--save-svg", type=Path, metavar="FILE", help="a picture of the last screen")
     chosen = parser.parse_args()
 
