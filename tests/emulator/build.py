@@ -94,7 +94,7 @@ def find_headers(torch: Torch) -> tuple[Path, int]:
     looked = "\n  ".join(str(place) for place in places)
     raise CannotBuild(
         f"no complete headers of CUDA {major} (cuda_runtime_api.h, cuda.h, crt/) for torch {torch.version}; "
-        f"the triton that this torch asks for brings them, or set CUDA_HOME to a toolkit. Looked in:\n  {looked}"
+        f"the triton that this torch asks for brings them, else set CUDA_HOME. Looked in:\n  {looked}"
     )
 
 
