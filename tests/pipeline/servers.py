@@ -56,6 +56,7 @@ class Server:
         ports: Sequence[int],
         environment: Mapping[str, str] | None = None,
         explain: Callable[[str], str] | None = None,
+        ready_limit_s: float = READY_LIMIT_S,
     ) -> None:
         """`ready` is a URL that answers 2xx once the server is up; `ports` are those it will listen on;
         `explain` turns the log of a server that ended at once into one line."""
@@ -67,6 +68,7 @@ class Server:
         self._ports = ports
         self._environment = {**os.environ, **(environment or {})}
         self._explain = explain or last_line
+        self._ready_limit_s = ready_limit_s
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Any:
@@ -110,7 +112,7 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
-        end = time.monotonic() + READY_LIMIT_S
+        end = time.monotonic() + self._ready_limit_s
         while not answers(self._ready):
             if self._process.poll() is not None:
                 code = self._process.returncode
@@ -119,7 +121,9 @@ class Server:
                 raise CannotStart(f"{self.name} ended with {code}: {self._explain(said)}")
             if time.monotonic() > end:
                 self.stop()
-                raise CannotStart(f"{self.name} is not ready after {READY_LIMIT_S} s: see {self.log_file}")
+                raise CannotStart(
+                    f"{self.name} is not ready after {self._ready_limit_s} s: see {self.log_file}"
+                )
             time.sleep(0.05)
 
     def stop(self) -> None:
