@@ -108,6 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     options = Options(**vars(arguments))
     for file in (options.summary_json, options.save_svg):
+        if file is not None and file.is_dir():
+            return _error(f"{file}: a folder, where the name of a file is wanted")
         if file is not None and not os.access(file.parent, os.W_OK):
             return _error(f"{file}: its folder does not exist or cannot be written to")
     stdout: TextIO = sys.stdout
