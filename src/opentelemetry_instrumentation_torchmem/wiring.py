@@ -16,8 +16,10 @@ from opentelemetry.metrics import MeterProvider, get_meter_provider
 from opentelemetry.trace import ProxyTracerProvider, TracerProvider, get_tracer, get_tracer_provider
 
 from . import oom
+from .allocator import rooms
 from .allocator.captures import CaptureWatch
 from .allocator.dump import DumpDirectory
+from .allocator.growth import Growth
 from .allocator.pools import PoolWatch
 from .allocator.reading import AllocatorReading
 from .allocator.sampler import Sampler, Totals
@@ -71,6 +73,7 @@ class Wiring:
         windows = self._windows = OpenWindows()
         self._pools = PoolWatch()
         self._captures = CaptureWatch()
+        self._growth = Growth()
         sampler = self._sampler = Sampler(
             telemetry,
             self._pools,
@@ -105,6 +108,7 @@ class Wiring:
             request_hook=request_hook,
             response_hook=response_hook,
             out_of_memory=self._ooms.request_failed if config.oom_evidence else None,
+            grown=self._growth.note,
         )
         self._registration.plug(
             Feed(
@@ -127,6 +131,8 @@ class Wiring:
             self._when_imported("torch", oom.torch_imported)
         self._targets.install()
         track.activate(self._requests, config.span)
+        self._rooms = rooms.Rooms(sampler, windows, self._captures, self._growth, telemetry)
+        rooms.wire(self._rooms)
         _live.add(self)
 
     def begin_anew(self) -> None:
@@ -135,6 +141,7 @@ class Wiring:
         self._windows.begin_anew()
         self._sampler.begin_anew()
         self._requests.begin_anew()
+        self._growth.begin_anew()
         self._ooms.begin_anew()
         self._registration.forget()
 
@@ -156,6 +163,7 @@ class Wiring:
     def undo(self) -> None:
         """Put back what was touched; the series vanish."""
         self._undone = True
+        rooms.unwire(self._rooms)
         oom.deactivate()
         track.deactivate()
         self._targets.undo()

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 _Note = Callable[[Any], None]
+_T = TypeVar("_T")
 
 
 class CaptureWatch:
@@ -17,12 +19,19 @@ class CaptureWatch:
     def __init__(self) -> None:
         self._capturing: WeakSet[Any] = WeakSet()
         """Graphs; one whose capture was broken off goes with the graph."""
+        self._beginning = threading.RLock()
         self._originals: dict[str, Any] = {}
         self._class: Any = None
 
     @property
     def under_way(self) -> bool:
         return bool(self._capturing)
+
+    def while_none(self, act: Callable[[], _T]) -> _T | None:
+        """What an act gives that would break a capture; one that begins meanwhile waits for its end. None
+        without it while one is under way."""
+        with self._beginning:
+            return None if self._capturing else act()
 
     def install(self, graphs: Any) -> None:
         """Watch from now on; ``graphs`` is the imported module ``torch.cuda.graphs``."""
@@ -48,7 +57,8 @@ class CaptureWatch:
         @functools.wraps(original)
         def noted(graph: Any, *args: Any, **kwargs: Any) -> Any:
             if before is not None:
-                before(graph)
+                with self._beginning:
+                    before(graph)
             try:
                 return original(graph, *args, **kwargs)
             except BaseException:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from math import inf
 from threading import get_ident
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple
 
 from ..telemetry import OwnTelemetry
@@ -35,6 +36,8 @@ COUNTERS = (
 
 _NOBODY = -1
 """No thread's identity."""
+_LAST_COLLECTION = 5.0
+"""Seconds that a pause waits at most for a collection that is under way."""
 
 
 class Collection(NamedTuple):
@@ -79,12 +82,16 @@ class Sampler:
         self._thread = threading.local()
         """``serves`` on a thread that requests run on."""
         self._reading_alone = threading.RLock()  # reentrant: a finalizer may end a request within a reading
+        self._paused = False
+        self._collecting: set[int] = set()
+        """The threads that collect now."""
 
     def begin_anew(self) -> None:
         """In a forked child: the parent's locks may be held, and its readings are not this process's."""
         self._reading_alone = threading.RLock()
         self._latest, self._external, self._external_at = {}, {}, {}
         self._request_devices, self._looked_at, self._sole_reader = [], -inf, None
+        self._paused, self._collecting = False, set()
         self._totals.clear()
         if self._survey is not None:
             self._survey.begin_anew()
@@ -101,6 +108,8 @@ class Sampler:
     def request_readings(self) -> list[AllocatorReading]:
         """A reading of each used device, on the thread of a request; empty where there is nothing to read."""
         self._thread.serves = True
+        if self._paused:
+            return []
         source = self._source
         if source is None or not source.is_alive():
             source = self.source()
@@ -143,12 +152,37 @@ class Sampler:
     def failing_threads_source(self) -> Source | None:
         """The source, on a thread whose allocation has just failed; None where a reading could hang it."""
         source = self.source()
-        if source is None or (self._pools.suspect and not self._is_sole_reader()):
+        if source is None or self._paused or (self._pools.suspect and not self._is_sole_reader()):
             return None
         return source
 
-    def collect(self) -> Collection | None:
-        """What is known of every used device, or None while there is nothing that may be read."""
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Nobody reads while the block runs: a reading would wait for the allocator's lock with the interpreter
+        in hand. A collection under way ends first. Requests read while their window is open alone, so who
+        enters this must then see that none is."""
+        self._paused = True
+        try:
+            began = monotonic()
+            while self._collecting - {get_ident()} and monotonic() - began < _LAST_COLLECTION:
+                sleep(0.001)
+            yield
+        finally:
+            self._paused = False
+
+    def collect(self, *, fresh: bool = False) -> Collection | None:
+        """What is known of every used device, or None while there is nothing that may be read.
+
+        ``fresh`` has a snapshot taken whatever the ones before have cost, where one may be taken at all.
+        """
+        thread = get_ident()
+        self._collecting.add(thread)
+        try:
+            return self._collect(fresh)
+        finally:
+            self._collecting.discard(thread)
+
+    def _collect(self, fresh: bool) -> Collection | None:
         source = self.source()
         if source is None:
             return None
@@ -165,7 +199,7 @@ class Sampler:
             serving = getattr(self._thread, "serves", False)
             of = self._survey.of
             surveyed = (
-                self._attempt("the snapshot", of, source, settings, used, may_read, serving) or surveyed
+                self._attempt("the snapshot", of, source, settings, used, may_read, serving, fresh) or surveyed
             )
         for index in used:
             name = source.device(index).name
@@ -180,6 +214,8 @@ class Sampler:
     def _may_read(self) -> bool:
         """Whether a collection may read for itself at all. Beside a pool whose allocator may need the
         interpreter it would hang the process."""
+        if self._paused:
+            return False
         if self._sampling == "always":
             return True
         return self._sampling == "auto" and not self._pools.suspect

@@ -112,6 +112,11 @@ class Source:
         without the traces of the user's memory history. Native alone; holds the interpreter throughout."""
         return self._snapshot()
 
+    def empty_cache(self) -> None:
+        """Give the driver back what is wholly free, on every device. Releases the interpreter; allocations wait
+        for it, and so would a reading, with the interpreter in hand."""
+        self._torch.cuda.empty_cache()
+
     def memory_fraction(self, index: int) -> float | None:
         """The share of the device that this process may reserve, 1 where none is set; None where torch cannot
         tell."""

@@ -78,15 +78,17 @@ class Survey:
         used: Sequence[int],
         may_read: bool,
         serving: bool,
+        fresh: bool = False,
     ) -> Mapping[int, Surveyed]:
         """The map of each used device, taken now if one is due and may be; none that is too old.
 
-        ``serving`` says that the calling thread is one that requests run on.
+        ``serving`` says that the calling thread is one that requests run on; ``fresh`` that the budget does not
+        count.
         """
         if used and self._share and source.backend == NATIVE:
             if self._looking.acquire(blocking=False):
                 try:
-                    if self._may_look(may_read, serving):
+                    if self._may_look(may_read, serving, fresh):
                         self._look(source, settings, used)
                 finally:
                     self._looking.release()
@@ -95,9 +97,9 @@ class Survey:
         oldest = monotonic() - self._max_age
         return {index: found for index, found in self._surveyed.items() if found.at >= oldest}
 
-    def _may_look(self, may_read: bool, serving: bool) -> bool:
+    def _may_look(self, may_read: bool, serving: bool, fresh: bool) -> bool:
         now = monotonic()
-        if now < self._not_before:
+        if now < self._not_before and not fresh:
             return self._not_now("snapshot_budget")
         if not may_read:
             return self._not_now("snapshot_unsafe")

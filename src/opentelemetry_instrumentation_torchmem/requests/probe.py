@@ -113,8 +113,10 @@ class Requests:
         request_hook: Hook | None = None,
         response_hook: Hook | None = None,
         out_of_memory: Callable[[float, Readings, Readings, Span, Context], object] | None = None,
+        grown: Callable[[Readings, Sequence[Change], int], object] | None = None,
     ) -> None:
         self.telemetry = telemetry
+        self._grown = grown
         self._out_of_memory = out_of_memory
         self._in_flight: dict[Window, tuple[float, Readings]] = {}
         self._tracer = tracer
@@ -316,6 +318,8 @@ class Requests:
         else:
             changes, after = _changes(before, after)
             whole = total(changes) if changes else NOTHING_KNOWN
+        if self._grown is not None and ((whole.reserved_delta or 0) > 0 or whole.peak_growth):
+            self._grown(after, changes, concurrent)
         failure = None if error is None or not isinstance(error, Exception) else type(error).__qualname__
         if probe.recording and span.is_recording():
             names = [reading.name for reading in after]

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rooms of this package that are wired now, for what the user makes by name: the guard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import wrapt
+
+from ..telemetry import OwnTelemetry
+from .captures import CaptureWatch
+from .growth import Growth
+from .pools import PoolWatch
+from .sampler import Sampler
+from .survey import Survey
+from .windows import OpenWindows
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """Who reads, who is in flight, who captures, and what they needed."""
+
+    sampler: Sampler
+    windows: OpenWindows
+    captures: CaptureWatch
+    growth: Growth
+    telemetry: OwnTelemetry
+
+    @classmethod
+    def alone(cls) -> Rooms:
+        """Where nothing is instrumented: the same rooms, with no measured request ever in them."""
+        telemetry, windows, pools, captures = OwnTelemetry(), OpenWindows(), PoolWatch(), CaptureWatch()
+        survey = Survey(telemetry, windows, captures)
+        wrapt.register_post_import_hook(pools.install, "torch.cuda.memory")
+        wrapt.register_post_import_hook(captures.install, "torch.cuda.graphs")
+        return cls(Sampler(telemetry, pools, windows, survey=survey), windows, captures, Growth(), telemetry)
+
+    def begin_anew(self) -> None:
+        """In a forked child: no lock of the parent's, none of its requests, none of its figures."""
+        self.telemetry.unlock()
+        self.windows.begin_anew()
+        self.sampler.begin_anew()
+        self.growth.begin_anew()
+
+
+_wired: Rooms | None = None
+
+
+def wire(rooms: Rooms) -> None:
+    """From one ``instrument()`` on."""
+    global _wired
+    _wired = rooms
+
+
+def unwire(rooms: Rooms) -> None:
+    """Until its ``uninstrument()``."""
+    global _wired
+    if _wired is rooms:
+        _wired = None
+
+
+def wired() -> Rooms | None:
+    """Those of the ``instrument()`` in force."""
+    return _wired
