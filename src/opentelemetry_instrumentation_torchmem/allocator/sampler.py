@@ -158,9 +158,9 @@ class Sampler:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Nobody reads while the block runs: a reading would wait for the allocator's lock with the interpreter
-        in hand. A collection under way ends first. Requests read while their window is open alone, so who
-        enters this must then see that none is."""
+        """Nobody reads while the block runs: a reading would wait for the allocator's lock with the
+        interpreter in hand. A collection under way ends first. Requests read while their window is open alone,
+        so who enters this must then see that none is."""
         self._paused = True
         try:
             began = monotonic()

@@ -113,8 +113,8 @@ class Source:
         return self._snapshot()
 
     def empty_cache(self) -> None:
-        """Give the driver back what is wholly free, on every device. Releases the interpreter; allocations wait
-        for it, and so would a reading, with the interpreter in hand."""
+        """Give the driver back what is wholly free, on every device. Releases the interpreter; allocations
+        wait for it, and so would a reading, with the interpreter in hand."""
         self._torch.cuda.empty_cache()
 
     def memory_fraction(self, index: int) -> float | None:

@@ -82,8 +82,8 @@ class Survey:
     ) -> Mapping[int, Surveyed]:
         """The map of each used device, taken now if one is due and may be; none that is too old.
 
-        ``serving`` says that the calling thread is one that requests run on; ``fresh`` that the budget does not
-        count.
+        ``serving`` says that the calling thread is one that requests run on; ``fresh`` that the budget does
+        not count.
         """
         if used and self._share and source.backend == NATIVE:
             if self._looking.acquire(blocking=False):
