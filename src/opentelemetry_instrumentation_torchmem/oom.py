@@ -527,56 +527,68 @@ def _as_torch_writes_it(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     return {"allocator_settings": {}, **snapshot, "device_traces": traces}
 
 
-class OomLog:
-    """Emits the evidence through OpenTelemetry's logs API, or through that of events where the API is old."""
+Emit = Callable[[str, Attributes, Context | None, SeverityNumber], None]
 
-    def __init__(self, provider: LoggerProvider | None = None) -> None:
+
+class OomLog:
+    """Emits an event through OpenTelemetry's logs API, or through that of events where the API is old."""
+
+    def __init__(self, provider: LoggerProvider | None = None, event: str = signals.OOM_EVENT.name) -> None:
+        self._event = event
         self._emit = (
             self._emitter(provider)
             if "event_name" in inspect.signature(Logger.emit).parameters
             else self._event_emitter()
         )
 
-    def __call__(self, summary: str, attributes: Attributes, context: Context | None) -> None:
-        self._emit(summary, attributes, context)
+    def __call__(
+        self,
+        summary: str,
+        attributes: Attributes,
+        context: Context | None,
+        # not an error: frameworks catch it and try less, and whether the request failed its span says
+        severity: SeverityNumber = SeverityNumber.WARN,
+    ) -> None:
+        self._emit(summary, attributes, context, severity)
 
-    @staticmethod
-    def _emitter(provider: LoggerProvider | None) -> Callable[[str, Attributes, Context | None], None]:
+    def _emitter(self, provider: LoggerProvider | None) -> Emit:
         logger = get_logger(NAME, __version__, provider)
 
-        def emit(summary: str, attributes: Attributes, context: Context | None) -> None:
+        def emit(
+            summary: str, attributes: Attributes, context: Context | None, severity: SeverityNumber
+        ) -> None:
             logger.emit(
                 timestamp=time_ns(),
                 context=context,
-                # not an error: frameworks catch it and try less, and whether the request failed its span says
-                severity_number=SeverityNumber.WARN,
-                severity_text="WARN",
+                severity_number=severity,
+                severity_text=severity.name,
                 body=summary,
                 attributes=attributes,
-                event_name=signals.OOM_EVENT.name,
+                event_name=self._event,
             )
 
         return emit
 
-    @staticmethod
-    def _event_emitter() -> Callable[[str, Attributes, Context | None], None]:
+    def _event_emitter(self) -> Emit:
         try:
             events: Any = importlib.import_module("opentelemetry._events")
         except ImportError:
             return _emit_nothing
         logger = events.get_event_logger(NAME, __version__)
 
-        def emit(summary: str, attributes: Attributes, context: Context | None) -> None:
+        def emit(
+            summary: str, attributes: Attributes, context: Context | None, severity: SeverityNumber
+        ) -> None:
             at = trace.get_current_span(context).get_span_context()
             logger.emit(
                 events.Event(
-                    signals.OOM_EVENT.name,
+                    self._event,
                     timestamp=time_ns(),
                     trace_id=at.trace_id,
                     span_id=at.span_id,
                     trace_flags=at.trace_flags,
                     body=summary,
-                    severity_number=SeverityNumber.WARN,
+                    severity_number=severity,
                     attributes=attributes,
                 )
             )
@@ -584,7 +596,9 @@ class OomLog:
         return emit
 
 
-def _emit_nothing(summary: str, attributes: Attributes, context: Context | None) -> None: ...
+def _emit_nothing(
+    summary: str, attributes: Attributes, context: Context | None, severity: SeverityNumber
+) -> None: ...
 
 
 # torch has no way to take an observer back: there is one for the life of the process, and it does nothing
