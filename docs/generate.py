@@ -18,6 +18,7 @@ import yaml
 from opentelemetry_instrumentation_torchmem.config import Config
 from opentelemetry_instrumentation_torchmem.signals import (
     EVENTS,
+    GUARD_METRICS,
     METRICS,
     REQUEST_METRICS,
     SPANS,
@@ -37,7 +38,7 @@ GENERATED = "Generated from signals.py by `make docs`: do not edit."
 
 def attributes() -> list[Attribute]:
     """Every attribute of the table, once, in the order of its first use."""
-    rows = (*METRICS, *REQUEST_METRICS, *SPANS, *EVENTS)
+    rows = (*METRICS, *REQUEST_METRICS, *GUARD_METRICS, *SPANS, *EVENTS)
     first: dict[str, Attribute] = {}
     for attribute in (attribute for row in rows for attribute in row.attributes):
         first.setdefault(attribute.name, attribute)
@@ -68,6 +69,14 @@ def metrics_page() -> str:
         "| metric | instrument, unit | attributes | meaning |",
         "|---|---|---|---|",
         *(_metric_line(row) for row in REQUEST_METRICS),
+        "",
+        "## Metrics of the guard",
+        "",
+        "Told only where a `MemoryGuard` was made: see GUARD.md.",
+        "",
+        "| metric | instrument, unit | attributes | meaning |",
+        "|---|---|---|---|",
+        *(_metric_line(row) for row in GUARD_METRICS),
         "",
         "## Spans",
         "",
@@ -140,7 +149,7 @@ def registry() -> dict[str, Any]:
                 }
             ]
         },
-        "metrics.yaml": {"groups": [_registry_metric(row) for row in (*METRICS, *REQUEST_METRICS)]},
+        "metrics.yaml": {"groups": [_registry_metric(row) for row in (*METRICS, *REQUEST_METRICS, *GUARD_METRICS)]},
         "spans.yaml": {"groups": [_registry_span(span) for span in SPANS]},
         "events.yaml": {"groups": [_registry_event(event) for event in EVENTS]},
     }

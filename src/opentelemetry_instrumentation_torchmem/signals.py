@@ -14,6 +14,8 @@ from typing import Any
 
 from .allocator.snapshot import ABSENT
 from .allocator.verdict import VERDICTS
+from .guard.machine import STATES, TRANSITIONS
+from .guard.steps import STEPS as GUARD_STEPS
 from .telemetry import REASONS, STEPS
 
 
@@ -56,6 +58,8 @@ class Per(Enum):
     """Each used device's out of memory errors: their number by verdict."""
     TARGET = "target"
     """Each target's requests in flight: their number."""
+    GUARD = "guard"
+    """The guard, where the user has made one: its ``Figures``."""
 
 
 Figure = int | float | Mapping[str, int] | Mapping[str, float] | None
@@ -398,6 +402,64 @@ OOM_DUMP = Attribute(
     required="when `oom_dump_dir` is set and there was room",
 )
 
+GUARD_STATE = Attribute("torch.memory.guard.state", "Where the guard is, or has come to.", members=STATES)
+GUARD_PREVIOUS_STATE = Attribute(
+    "torch.memory.guard.previous_state", "Where it came from.", members=STATES
+)
+GUARD_TRANSITION = Attribute(
+    "torch.memory.guard.transition", "What led from one state to another.", members=TRANSITIONS
+)
+GUARD_STEP = Attribute("torch.memory.guard.step", "A part of a cycle, told apart by what it won.",
+                       members=GUARD_STEPS)
+GUARD_REASON = Attribute(
+    "torch.memory.guard.reason",
+    "Why, in words, with the figures.",
+    examples=("cuda:0: headroom of 180 MiB is below the need of 512 MiB",),
+)
+GUARD_STEERS = Attribute(
+    "torch.memory.guard.steers",
+    "Whether readiness steers the traffic. Where workers share a listening socket, or all are sick, it does "
+    "not: the server stays ready, and arrivals wait at the gate.",
+    "boolean",
+)
+GUARD_IN_FLIGHT = Attribute(
+    "torch.memory.guard.requests",
+    "The requests that the guard's middleware counts in flight.",
+    "int",
+    examples=(3,),
+)
+GUARD_OUTCOME = Attribute(
+    "torch.memory.guard.outcome", "How the cycle has ended: its last transition.", members=TRANSITIONS
+)
+_TAKEN = "when the step was taken and could be measured"
+GUARD_HEADROOM_WON = Attribute(
+    "torch.memory.guard.headroom_by_step",
+    "By how many bytes each step changed headroom, summed over devices, `step=bytes`.",
+    "string[]",
+    examples=(("drain=268435456", "clear=0", "compaction=1073741824"),),
+    required=_TAKEN,
+)
+GUARD_RELEASED = Attribute(
+    "torch.memory.guard.released_by_step",
+    "How many bytes held from the driver each step gave back, summed over devices, `step=bytes`.",
+    "string[]",
+    examples=(("drain=0", "clear=1610612736", "compaction=0"),),
+    required=_TAKEN,
+)
+GUARD_SECONDS = Attribute(
+    "torch.memory.guard.seconds_by_step",
+    "How long each step took, `step=seconds`.",
+    "string[]",
+    examples=(("drain=31.204", "clear=0.557"),),
+    required=_TAKEN,
+)
+GUARD_REFUSED = Attribute(
+    "torch.memory.guard.compaction_refused",
+    "Why nothing was compacted.",
+    examples=("a captured graph holds addresses",),
+    required="when a compaction was asked for and refused",
+)
+
 CARRIED: Mapping[Per, tuple[Attribute, ...]] = {
     Per.DEVICE: (DEVICE, HARDWARE_ID),
     Per.OOM: (DEVICE, HARDWARE_ID),
@@ -525,6 +587,30 @@ METRICS: tuple[Metric, ...] = (
            lambda t: t.skipped, per=Per.PACKAGE, by=REASON),
 )  # fmt: skip
 
+GUARD_METRICS: tuple[Metric, ...] = (
+    Metric("torch.memory.guard.status", Kind.UP_DOWN_COUNTER, "{guard}",
+           "1 for the state that the guard is in, 0 for the others: summed over processes, how many are in "
+           "each.", lambda g: g.status, per=Per.GUARD, by=GUARD_STATE),
+    Metric("torch.memory.guard.transitions", Kind.COUNTER, "{transition}",
+           "What the guard did.", lambda g: g.transitions, per=Per.GUARD, by=GUARD_TRANSITION),
+    Metric("torch.memory.guard.headroom_won", Kind.COUNTER, "By",
+           "By how much headroom rose in each step, summed over devices; a fall is not taken off.",
+           lambda g: g.headroom_won, per=Per.GUARD, by=GUARD_STEP),
+    Metric("torch.memory.guard.released", Kind.COUNTER, "By",
+           "Bytes held from the driver that each step gave back, summed over devices.",
+           lambda g: g.released, per=Per.GUARD, by=GUARD_STEP),
+    Metric("torch.memory.guard.duration", Kind.COUNTER, "s",
+           "Time spent in each step; that of clear and compaction is what arrivals had to wait for.",
+           lambda g: g.seconds, per=Per.GUARD, by=GUARD_STEP),
+    Metric("torch.memory.guard.held", Kind.COUNTER, "{request}",
+           "Arrivals that waited at the closed gate.", lambda g: g.held, per=Per.GUARD),
+    Metric("torch.memory.guard.in_flight", Kind.UP_DOWN_COUNTER, "{request}",
+           "Requests that the guard counts in flight.", lambda g: g.in_flight, per=Per.GUARD),
+    Metric("torch.memory.guard.need", Kind.GAUGE, "By",
+           "The need that headroom is compared with. Absent while it is not known, and under a policy without "
+           "one.", lambda g: g.needs, per=Per.GUARD, by=DEVICE),
+)  # fmt: skip
+
 _SIZES = (0.0, *(float(2**power) for power in range(20, 37)))
 """0, then 1 MiB to 64 GiB in powers of two."""
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -558,7 +644,14 @@ REQUEST_SPAN = Span(
      ALLOCATED_DELTA, ALLOCATED_BY_DEVICE, PEAK_GROWTH, RETRIES, OOMS, DEVICE_ALLOCATIONS, DEVICE_SYNCS,
      TURNOVER, FRAGMENTATION, CONCURRENT, EXCLUSIVE, SHAPES, DTYPES, ERROR_TYPE),
 )  # fmt: skip
-SPANS = (REQUEST_SPAN,)
+GUARD_SPAN = Span(
+    "torch.memory.guard",
+    "One cycle of the guard, from being sick for long enough to serving again or to the end of the process: "
+    "INTERNAL, with an event for each transition.",
+    (GUARD_REASON, GUARD_STEERS, GUARD_OUTCOME, GUARD_HEADROOM_WON, GUARD_RELEASED, GUARD_SECONDS,
+     GUARD_REFUSED),
+)  # fmt: skip
+SPANS = (REQUEST_SPAN, GUARD_SPAN)
 
 OOM_EVENT = Event(
     "torch.memory.oom.evidence",
@@ -570,4 +663,10 @@ OOM_EVENT = Event(
      OOM_EXTERNAL_GROWTH, OOM_HEADROOM, OOM_FRAGMENTATION, OOM_LEDGER, OOM_READINGS, OOM_IN_FLIGHT,
      OOM_REQUESTS, OOM_SETTINGS, OOM_CAPTURING, OOM_MORE, OOM_DUMP),
 )  # fmt: skip
-EVENTS = (OOM_EVENT,)
+GUARD_EVENT = Event(
+    "torch.memory.guard.transition",
+    "The guard has gone from one state to another: an event on the cycle's span and a log record of severity "
+    "INFO, or WARN where something was given up or a restart is wanted.",
+    (GUARD_TRANSITION, GUARD_PREVIOUS_STATE, GUARD_STATE, GUARD_REASON, GUARD_STEERS, GUARD_IN_FLIGHT),
+)  # fmt: skip
+EVENTS = (OOM_EVENT, GUARD_EVENT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server that heals before it dies: sick for a while, not ready, drained, cleared at idle, measured again.
+"""The server that heals before it dies: sick for a while, not ready, drained, cleared, measured again.
 
 Off unless one is made::
 
@@ -7,6 +7,51 @@ Off unless one is made::
     app.add_middleware(MemoryGuardMiddleware, guard=guard)
 """
 
-from .steps import Compact, CompactionOutcome
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Compact", "CompactionOutcome"]
+if TYPE_CHECKING:
+    from .grpc_health import grpc_health
+    from .middleware import MemoryGuardMiddleware
+    from .places import Places
+    from .policy import DeviceReadings, Headroom, Policy, Readings, Slack, Verdict
+    from .steps import Compact, CompactionOutcome
+    from .watch import MemoryGuard
+
+_HOMES = {
+    "Compact": "steps",
+    "CompactionOutcome": "steps",
+    "DeviceReadings": "policy",
+    "Headroom": "policy",
+    "MemoryGuard": "watch",
+    "MemoryGuardMiddleware": "middleware",
+    "Places": "places",
+    "Policy": "policy",
+    "Readings": "policy",
+    "Slack": "policy",
+    "Verdict": "policy",
+    "grpc_health": "grpc_health",
+}
+
+__all__ = [
+    "Compact",
+    "CompactionOutcome",
+    "DeviceReadings",
+    "Headroom",
+    "MemoryGuard",
+    "MemoryGuardMiddleware",
+    "Places",
+    "Policy",
+    "Readings",
+    "Slack",
+    "Verdict",
+    "grpc_health",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What is asked for by name comes when it is: the table of signals imports a part of this."""
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate: arrivals are counted on their event loop without a lock, and wait while another thread clears.
+
+An arrival counts itself, then looks whether the gate is closed; who closes it closes, then looks whether
+anything is counted. Each writes before it looks, so that one of the two always sees the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from threading import get_ident
+from time import monotonic
+
+_LOOK = 0.002
+"""Seconds between two looks whether what is in flight has ended."""
+
+
+class Lane:
+    """The arrivals of one thread's event loop. Its count is written on that thread alone."""
+
+    __slots__ = ("_waiting", "count", "loop", "thread")
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Those in flight."""
+        self.thread = get_ident()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def wake(self) -> None:
+        """On its own thread: all that wait look again."""
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def wake_threadsafe(self) -> None:
+        """From any thread."""
+        loop = self.loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self.wake)
+            except RuntimeError:  # the loop has ended, and with it who waited
+                self.loop = None
+
+    async def opened(self, gate: Gate, until: float) -> bool:
+        """Wait until the gate opens; False if it has not by the monotonic time ``until``."""
+        self.loop = loop = asyncio.get_running_loop()  # before the look: who opens wakes the loops it knows
+        waiting = loop.create_future()
+        self._waiting.add(waiting)
+        timer = loop.call_later(max(0.0, until - monotonic()), _give_up, waiting)
+        try:
+            if gate.closed:
+                await waiting
+        finally:
+            timer.cancel()
+            self._waiting.discard(waiting)
+        return not gate.closed
+
+
+def _give_up(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+class Gate:
+    """Open, closed, or shut: closed one lets an arrival pass that has waited for its limit, shut one refuses
+    it, because something that it would touch is not there."""
+
+    def __init__(self, arrival_limit: float = 30.0) -> None:
+        """``arrival_limit`` is the longest that an arrival waits, in seconds."""
+        self.closed = False
+        self.shut = False
+        self.arrival_limit = arrival_limit
+        self.held = 0
+        """Arrivals that had to wait, so far."""
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """As if nothing had arrived: in a forked child the parent's requests never end."""
+        self.closed = False
+        self._lanes: dict[int, Lane] = {}
+        self.recent: Lane | None = None
+        """The lane that was last asked for: most servers have but one."""
+        self._threads = threading.Condition()
+        self._in_threads = 0
+
+    def lane(self) -> Lane:
+        """That of the calling thread."""
+        identity = get_ident()
+        lane = self.recent = self._lanes.get(identity) or self._lanes.setdefault(identity, Lane())
+        return lane
+
+    @property
+    def in_flight(self) -> int:
+        """Those that have passed and not left."""
+        return self._in_threads + sum(lane.count for lane in tuple(self._lanes.values()))
+
+    # arrivals on an event loop: the fast path is in the middleware, in line
+
+    async def wait(self, lane: Lane) -> bool:
+        """For an arrival that found the gate closed and is not counted: wait, then count it.
+
+        False where it must be refused. It waits no longer than ``arrival_limit``.
+        """
+        until = monotonic() + self.arrival_limit
+        self.held += 1
+        while True:
+            opened = await lane.opened(self, until)
+            lane.count += 1
+            if not self.closed:
+                return True
+            if not opened and monotonic() >= until and not self.shut:
+                return True
+            lane.count -= 1
+            if monotonic() >= until:
+                return False
+
+    # arrivals on threads
+
+    @contextmanager
+    def passing(self) -> Generator[bool]:
+        """An arrival on the calling thread, counted until the block ends; False where it must be refused."""
+        until = monotonic() + self.arrival_limit
+        with self._threads:
+            if self.closed:
+                self.held += 1
+                self._threads.wait_for(lambda: not self.closed, max(0.0, until - monotonic()))
+            passes = not (self.closed and self.shut)
+            self._in_threads += passes
+        try:
+            yield passes
+        finally:
+            with self._threads:
+                self._in_threads -= passes
+
+    # the one who clears
+
+    def close(self, limit: float = 0.0, idle: Callable[[], bool] = lambda: True) -> bool:
+        """Close it for arrivals, and wait up to ``limit`` seconds until nothing is in flight and ``idle``.
+
+        Whether that came about; if not it is open again. On a thread of one's own.
+        """
+        until = monotonic() + limit
+        with self._threads:
+            self.closed = True
+        pause = threading.Event()
+        while self.in_flight or not idle():
+            if monotonic() >= until:
+                self.open()
+                return False
+            pause.wait(_LOOK)
+        return True
+
+    def open(self) -> None:
+        """Let all pass that wait."""
+        with self._threads:
+            self.closed = False
+            self._threads.notify_all()
+        for lane in tuple(self._lanes.values()):
+            lane.wake_threadsafe()
