@@ -607,8 +607,8 @@ GUARD_METRICS: tuple[Metric, ...] = (
     Metric("torch.memory.guard.in_flight", Kind.UP_DOWN_COUNTER, "{request}",
            "Requests that the guard counts in flight.", lambda g: g.in_flight, per=Per.GUARD),
     Metric("torch.memory.guard.need", Kind.GAUGE, "By",
-           "The need that headroom is compared with. Absent while it is not known, and under a policy without "
-           "one.", lambda g: g.needs, per=Per.GUARD, by=DEVICE),
+           "The need that headroom is compared with. Absent while it is not known, and under a policy that "
+           "has none.", lambda g: g.needs, per=Per.GUARD, by=DEVICE),
 )  # fmt: skip
 
 _SIZES = (0.0, *(float(2**power) for power in range(20, 37)))

@@ -12,10 +12,18 @@ import yaml
 
 from opentelemetry_instrumentation_torchmem import signals
 from opentelemetry_instrumentation_torchmem.allocator.sampler import COUNTERS
-from opentelemetry_instrumentation_torchmem.signals import EVENTS, METRICS, REQUEST_METRICS, SPANS, Kind
+from opentelemetry_instrumentation_torchmem.signals import (
+    EVENTS,
+    GUARD_METRICS,
+    METRICS,
+    REQUEST_METRICS,
+    SPANS,
+    Kind,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
+ALL_METRICS = (*METRICS, *REQUEST_METRICS, *GUARD_METRICS)
 REGISTRY = {path.name: yaml.safe_load(path.read_text()) for path in (DOCS / "registry").glob("*.yaml")}
 GROUPS = [group for content in REGISTRY.values() for group in content.get("groups", [])]
 
@@ -32,9 +40,9 @@ def test_generated_files_are_fresh():
 
 
 def test_names_are_the_fields_own():
-    names = [row.name for row in (*METRICS, *REQUEST_METRICS)]
+    names = [row.name for row in ALL_METRICS]
     assert len(set(names)) == len(names)
-    for row in (*METRICS, *REQUEST_METRICS):
+    for row in ALL_METRICS:
         assert NAME.fullmatch(row.name), row.name
         assert row.name.startswith("torch.memory.")
         assert row.about.endswith("."), row.name
@@ -44,15 +52,15 @@ def test_names_are_the_fields_own():
 @pytest.mark.parametrize("what", ["attributes", "metrics"])
 def test_no_name_is_the_namespace_of_another(what):
     if what == "attributes":
-        names = {a.name for row in (*METRICS, *REQUEST_METRICS, *SPANS, *EVENTS) for a in row.attributes}
+        names = {a.name for row in (*ALL_METRICS, *SPANS, *EVENTS) for a in row.attributes}
     else:
-        names = {row.name for row in (*METRICS, *REQUEST_METRICS)}
+        names = {row.name for row in ALL_METRICS}
     for name in names:
         assert not [other for other in names if other.startswith(f"{name}.")], name
 
 
 def test_every_attribute_of_the_module_is_used_and_described_once():
-    rows = (*METRICS, *REQUEST_METRICS, *SPANS, *EVENTS)
+    rows = (*ALL_METRICS, *SPANS, *EVENTS)
     used = {id(attribute) for row in rows for attribute in row.attributes} | {
         id(attribute) for group in signals.CARRIED.values() for attribute in group
     }
@@ -108,8 +116,8 @@ def test_the_registry_refers_only_to_what_it_declares():
 
 def test_the_registry_has_every_row():
     told = {group["metric_name"]: group for group in GROUPS if group["type"] == "metric"}
-    assert set(told) == {row.name for row in (*METRICS, *REQUEST_METRICS)}
-    for row in (*METRICS, *REQUEST_METRICS):
+    assert set(told) == {row.name for row in ALL_METRICS}
+    for row in ALL_METRICS:
         assert told[row.name]["unit"] == row.unit
         assert told[row.name]["instrument"] == row.kind.value
         assert [a["ref"] for a in told[row.name]["attributes"]] == [a.name for a in row.attributes]
