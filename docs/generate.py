@@ -149,7 +149,9 @@ def registry() -> dict[str, Any]:
                 }
             ]
         },
-        "metrics.yaml": {"groups": [_registry_metric(row) for row in (*METRICS, *REQUEST_METRICS, *GUARD_METRICS)]},
+        "metrics.yaml": {
+            "groups": [_registry_metric(row) for row in (*METRICS, *REQUEST_METRICS, *GUARD_METRICS)]
+        },
         "spans.yaml": {"groups": [_registry_span(span) for span in SPANS]},
         "events.yaml": {"groups": [_registry_event(event) for event in EVENTS]},
     }

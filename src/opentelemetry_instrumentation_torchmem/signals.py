@@ -403,14 +403,13 @@ OOM_DUMP = Attribute(
 )
 
 GUARD_STATE = Attribute("torch.memory.guard.state", "Where the guard is, or has come to.", members=STATES)
-GUARD_PREVIOUS_STATE = Attribute(
-    "torch.memory.guard.previous_state", "Where it came from.", members=STATES
-)
+GUARD_PREVIOUS_STATE = Attribute("torch.memory.guard.previous_state", "Where it came from.", members=STATES)
 GUARD_TRANSITION = Attribute(
     "torch.memory.guard.transition", "What led from one state to another.", members=TRANSITIONS
 )
-GUARD_STEP = Attribute("torch.memory.guard.step", "A part of a cycle, told apart by what it won.",
-                       members=GUARD_STEPS)
+GUARD_STEP = Attribute(
+    "torch.memory.guard.step", "A part of a cycle, told apart by what it won.", members=GUARD_STEPS
+)
 GUARD_REASON = Attribute(
     "torch.memory.guard.reason",
     "Why, in words, with the figures.",
