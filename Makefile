@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# Each target sets up what it needs: Python 3.10 or later, gcc and make are all that must be there before.
+# Each target sets up what it needs: Python 3.10 or later, gcc and make are all that must be there before; Go 1.25
+# or later too for those of the pipeline.
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench truth docs constraints clean
+.PHONY: help demo demo-full test e2e lint bench truth docs constraints clean
 
 help: ## print the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -21,8 +22,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## the example server under load, watched by torchmem top (DEMO_SECONDS=60)
 	@$(PY) examples/demo.py
 
-test: $(READY) ## every test: unit, on the emulated (or real) GPU, end to end
-	$(PY) -m pytest $(PYTEST)
+demo-full: $(READY) ## the same before collector, Prometheus and Jaeger, built with Go at first (DEMO_SECONDS=300)
+	@$(PY) examples/demo_full.py
+
+test: $(READY) ## every test without a backend: unit, on the emulated (or real) GPU, end to end
+	$(PY) -m pytest --ignore=tests/pipeline $(PYTEST)
+
+e2e: $(READY) ## the pipeline's tests: real collector, Prometheus, Alertmanager, Jaeger, built with Go at first
+	$(PY) -m pytest tests/pipeline $(PYTEST)
 
 lint: $(READY) ## ruff, pyright in strict mode, generated files fresh
 	$(PY) -m ruff check .
