@@ -5,7 +5,7 @@
     python collector-config/grafana/build.py --check  exit 1, naming the files, where one is stale
 
 They stand on the recording rules `torchmem:*` (../prometheus/rules/), so that they read the same whether
-metrics were scraped or pushed. Histograms whose exemplars open traces are read raw: recorded series have none.
+metrics were scraped or pushed. Histograms whose exemplars open traces are read raw: recorded ones have none.
 """
 
 from __future__ import annotations
