@@ -11,7 +11,7 @@ import importlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, perf_counter, time_ns
 from typing import Any, NamedTuple, TypeVar
@@ -28,8 +28,8 @@ from .allocator.reading import AllocatorReading, DriverMemory, external
 from .allocator.recorder import Brief, in_brief, thinned
 from .allocator.rules import LARGE, Rules
 from .allocator.sampler import Sampler
-from .allocator.settings import AllocatorSettings
-from .allocator.snapshot import DeviceMap, Limits, analyse
+from .allocator.settings import AllocatorSettings, settings_at
+from .allocator.snapshot import DeviceMap, Limits, PoolOn, analyse
 from .allocator.source import NATIVE, Device, attach_oom_observer, initialised_torch, when_initialised
 from .allocator.state import DeviceState
 from .allocator.verdict import (
@@ -231,9 +231,11 @@ class OomWatch:
         tell: Callable[[str, Attributes, Context | None], None],
         dumps: DumpDirectory | None = None,
         in_flight: Callable[[], Sequence[tuple[str, float, Sequence[AllocatorReading]]]] = list,
+        live_pools: Callable[[], Collection[PoolOn]] = tuple,
     ) -> None:
         self._sampler = sampler
         self._requests = in_flight
+        self._live_pools = live_pools
         self._telemetry = telemetry
         self._captures = captures
         self._tell = tell
@@ -376,6 +378,8 @@ class OomWatch:
         reading = attempt(source.read, device)
         driver = attempt(source.driver_memory, device)
         snapshot = attempt(source.snapshot)
+        if snapshot is not None and settings is not None:
+            settings = attempt(settings_at, snapshot, settings)
         stream = attempt(source.current_stream, device)
         before = self._sampler.latest(device)
         fraction = attempt(source.memory_fraction, device)
@@ -386,7 +390,8 @@ class OomWatch:
         if snapshot is not None and settings is not None and stream is not None and reading is not None:
             known_driver = None if driver is None or free is None else DriverMemory(free, driver.total)
             limits = Limits(known_driver, fraction, reading.reserved)
-            device_map = attempt(_map, snapshot, settings, device, limits, stream)
+            live_pools = attempt(self._live_pools) or ()
+            device_map = attempt(_map, snapshot, settings, device, limits, stream, live_pools)
         requests = attempt(self._in_flight, device, reading) or ()
         if given is not None:
             failure = Failure(
@@ -471,10 +476,15 @@ class OomWatch:
 
 
 def _map(
-    snapshot: Mapping[str, Any], settings: AllocatorSettings, device: int, limits: Limits, stream: int
+    snapshot: Mapping[str, Any],
+    settings: AllocatorSettings,
+    device: int,
+    limits: Limits,
+    stream: int,
+    live_pools: Collection[PoolOn],
 ) -> DeviceMap:
     segments = [segment for segment in snapshot["segments"] if segment["device"] == device]
-    return analyse(segments, settings, {device: limits}, stream=stream)[device]
+    return analyse(segments, settings, {device: limits}, stream=stream, live_pools=live_pools)[device]
 
 
 def _page(settings: AllocatorSettings | None) -> int:

@@ -23,6 +23,7 @@ from .allocator.growth import Growth
 from .allocator.pools import PoolWatch
 from .allocator.reading import AllocatorReading
 from .allocator.sampler import Sampler, Totals
+from .allocator.snapshot import PoolOn
 from .allocator.survey import Survey
 from .allocator.windows import OpenWindows
 from .config import Config
@@ -97,6 +98,7 @@ class Wiring:
             oom.OomLog(logger_provider),
             _dumps(config),
             in_flight=self._in_flight,
+            live_pools=self._live_pools,
         )
         self._requests = Requests(
             get_tracer(NAME, __version__, tracer_provider),
@@ -159,6 +161,9 @@ class Wiring:
 
     def _in_flight(self) -> Sequence[tuple[str, float, Sequence[AllocatorReading]]]:
         return self._requests.in_flight()
+
+    def _live_pools(self) -> set[PoolOn]:
+        return self._pools.owned() | self._captures.owned()
 
     def undo(self) -> None:
         """Put back what was touched; the series vanish."""

@@ -23,6 +23,7 @@ from emulator import control
 MIB = 1 << 20
 MEMORY = "640MiB"
 DEVICES = 2
+_NO_POOLS = {(device, (0, 0)) for device in range(DEVICES)}
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,14 @@ class Walk:
     def __init__(self, mode: Mode, chance: random.Random) -> None:
         import torch
 
+        from opentelemetry_instrumentation_torchmem.allocator.captures import CaptureWatch
+        from opentelemetry_instrumentation_torchmem.allocator.pools import PoolWatch
+
         self.torch = torch
         self.mode = mode
+        self.watches = PoolWatch(), CaptureWatch()
+        self.watches[0].install(torch.cuda.memory)
+        self.watches[1].install(torch.cuda.graphs)
         self.chance = chance
         self.devices = range(torch.cuda.device_count())
         self.streams = {
@@ -149,7 +156,7 @@ class Walk:
         }
         self.kept: list[Any] = []
         self.pools: list[tuple[int, Any, list[Any]]] = []
-        self.graphs: list[tuple[Any, list[Any]]] = []
+        self.graphs: list[tuple[int, Any, list[Any]]] = []
         self.external = dict.fromkeys(self.devices, 0)
         self.lends = False
         """A MemPool has been made that serves what fails elsewhere."""
@@ -277,11 +284,11 @@ class Walk:
                             kept.pop(self.chance.randrange(len(kept)))
             except torch.AcceleratorError as error:
                 raise EndedError from error  # memory ran short, and what torch did about it broke the capture
-        self.graphs.append((graph, kept))
+        self.graphs.append((device, graph, kept))
 
     def drop_graph(self) -> None:
         if self.graphs:
-            graph, kept = self.graphs.pop(self.chance.randrange(len(self.graphs)))
+            _, graph, kept = self.graphs.pop(self.chance.randrange(len(self.graphs)))
             kept.clear()
             graph.reset()
 
@@ -314,8 +321,10 @@ class Walk:
         set_settings(self.torch, self.chance.choice(self.mode.switched))
 
     @property
-    def live_pools(self) -> set[tuple[int, int]]:
-        return {pool.id for _, pool, _ in self.pools} | {graph.pool() for graph, _ in self.graphs}
+    def live_pools(self) -> set[tuple[int, tuple[int, int]]]:
+        """With the device that each was made on."""
+        made = {(device, pool.id) for device, pool, _ in self.pools}
+        return made | {(device, graph.pool()) for device, graph, _ in self.graphs}
 
 
 def set_settings(torch: Any, text: str) -> None:
@@ -343,15 +352,15 @@ def _walk(mode: str, seed: int, stops: int) -> Iterator[dict[str, Any]]:
                 return  # torch calls cudaFree for a block that is no cudaMalloc of its own
             raise
         device = chance.choices(walk.devices, [3, 1])[0]
-        live_pools = walk.live_pools if chance.random() < 0.7 else None
-        where = f"{mode}, seed {seed}, stop {stop}, cuda:{device}"
-        yield vars(Judge(walk, device, live_pools, where).tally)
+        known = "all" if (lot := chance.random()) < 0.5 else "owned" if lot < 0.8 else "none"
+        where = f"{mode}, seed {seed}, stop {stop}, cuda:{device}, pools known: {known}"
+        yield vars(Judge(walk, device, known, where).tally)
 
 
 class Judge:
     """Holds one device's state against what its analysis says."""
 
-    def __init__(self, walk: Walk, device: int, live_pools: Any, where: str) -> None:
+    def __init__(self, walk: Walk, device: int, known: str, where: str) -> None:
         from opentelemetry_instrumentation_torchmem.allocator import snapshot
         from opentelemetry_instrumentation_torchmem.allocator.reading import DriverMemory
         from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorSettings
@@ -370,10 +379,17 @@ class Judge:
             untouched=snapshot.never_released(self.statistics),
         )
         self.untouched = limits.untouched
-        self.map = snapshot.analyse(self.segments, self.settings, {device: limits}, live_pools=live_pools)[
-            device
-        ]
-        self.pools_known = live_pools is not None
+        owned = walk.watches[0].owned() | walk.watches[1].owned()
+        self.expect(owned == walk.live_pools, f"the owners seen are {owned}, not {walk.live_pools}")
+        held = {(each["device"], each["segment_pool_id"]) for each in self.segments}
+        self.map = snapshot.analyse(
+            self.segments,
+            self.settings,
+            {device: limits},
+            live_pools=() if known == "none" else owned,
+            dropped_pools=held - owned if known == "all" else (),
+        )[device]
+        self.pools_known = known == "all" or (known == "owned" and owned >= held - _NO_POOLS)
         self.ledger()
         self.trapped()
         self.free_blocks()
@@ -468,6 +484,9 @@ class Judge:
                 self.expect(
                     (found.split_free, found.split_free) == found.trapped, "split_free is not trapped"
                 )
+            if not any(place.expandable for place in found.places):
+                split = current["inactive_split_bytes"] + found.private_idle
+                self.expect(found.split_free == split, "split_free is not what the statistics say")
 
     def trapped(self) -> None:
         torch, device = self.torch, self.device

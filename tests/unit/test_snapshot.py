@@ -58,10 +58,10 @@ def seen(
     fraction: float | None = 1.0,
     **other: Any,
 ) -> snapshot.DeviceMap:
-    live_pools = other.pop("live_pools", None)
+    pools = {name: other.pop(name, ()) for name in ("live_pools", "dropped_pools")}
     limits = Limits(DriverMemory(free * MIB, total * MIB), fraction, **other)
     settings = AllocatorSettings.parse(conf, "test")
-    return analyse(segments, settings, {0: limits}, live_pools=live_pools)[0]
+    return analyse(segments, settings, {0: limits}, **pools)[0]
 
 
 def exactly(mib: float) -> Between:
@@ -132,6 +132,13 @@ def test_what_pending_frees_join_is_given_back_with_them():
     assert found.trapped == exactly(15)
 
 
+def test_fragmentation_is_the_ledgers_share_whatever_pending_frees_will_leave():
+    """As in the statistics, whose ``inactive_split`` has no pending frees in it either."""
+    found = seen(segment("a10 f10 p20"), segment("p60"))
+    assert (found.split_free, found.pending_free, found.fragmentation) == (10 * MIB, 80 * MIB, 0.1)
+    assert found.trapped == exactly(30)
+
+
 def test_the_states_add_up_to_what_is_reserved():
     found = seen(segment("a10 f5 p5"), segment("f30"), segment("a1 f41 p18", expandable=True))
     assert found.split_free is not None
@@ -145,8 +152,9 @@ def test_free_memory_of_a_private_pool_is_given_back_only_if_the_pool_has_no_own
     unknown = seen(*segments)
     assert unknown.fragmentation is None
     assert unknown.absent["fragmentation"] == unknown.absent["split_free"] == snapshot.PRIVATE_POOLS
-    assert seen(*segments, live_pools={(3, 0)}).split_free == 50 * MIB
-    assert seen(*segments, live_pools=()).split_free == 10 * MIB
+    assert seen(*segments, live_pools={(0, (3, 0))}).split_free == 50 * MIB
+    assert seen(*segments, live_pools={(1, (3, 0))}).split_free is None  # it has an owner on another device
+    assert seen(*segments, dropped_pools={(0, (3, 0))}).split_free == 10 * MIB
     assert unknown.private_reserved == 40 * MIB
 
 

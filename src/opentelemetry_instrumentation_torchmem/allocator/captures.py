@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a CUDA graph is being captured, on any thread: torch tells that of the calling one alone."""
+"""Whether a CUDA graph is being captured, on any thread: torch tells that of the calling one alone. And which
+private pools the graphs own that are alive."""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakSet
+
+from .pools import Owners, living
+from .snapshot import PoolOn
+from .source import initialised_torch
 
 _Note = Callable[[Any], None]
 _T = TypeVar("_T")
@@ -22,6 +28,7 @@ class CaptureWatch:
         self._beginning = threading.RLock()
         self._originals: dict[str, Any] = {}
         self._class: Any = None
+        self._graphs = Owners()
 
     @property
     def under_way(self) -> bool:
@@ -33,14 +40,28 @@ class CaptureWatch:
         with self._beginning:
             return None if self._capturing else act()
 
+    def owned(self) -> set[PoolOn]:
+        """The pools that a graph which was captured and not reset owns for sure."""
+        found: set[PoolOn] = set()
+        for graph, device in self._graphs:
+            with suppress(Exception):  # it owns none: not captured, or reset since
+                found.add((device, tuple(graph.pool())))
+        return found
+
     def install(self, graphs: Any) -> None:
         """Watch from now on; ``graphs`` is the imported module ``torch.cuda.graphs``."""
         self._class = getattr(graphs, "CUDAGraph", None)
         if self._class is None or self._originals:
             return
-        self._replace("capture_begin", before=self._capturing.add)
+        if initialised_torch() is not None:
+            self._graphs.note_older(living(self._class))
+        self._replace("capture_begin", before=self._begins)
         self._replace("capture_end", after=self._capturing.discard)
         self._replace("capture_end_pre", after=self._capturing.discard)  # from 2.15 on a step of its own
+
+    def _begins(self, graph: Any) -> None:
+        self._capturing.add(graph)
+        self._graphs.note(graph)
 
     def remove(self) -> None:
         """Put the class's own entries back, unless somebody has wrapped them since."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a memory pool with an allocator of its own was ever made in this process.
+"""Which memory pools are alive, and whether one with an allocator of its own was ever made in this process.
 
 Such an allocator may need the interpreter (vLLM's sleep mode does) while the caching allocator's mutex
 is held; a reading waits for that mutex with the interpreter in hand. Together that hangs the process for
@@ -10,27 +10,77 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from .snapshot import PoolOn
 from .source import initialised_torch
 
 
-def _with_subclasses(pool_class: type) -> list[type]:
-    """What refers to one of these may be a pool. A walk over all objects, ``gc.get_objects``, would touch
-    tuples that other threads are still building, and those then fail."""
+def living(owner_class: type) -> Iterator[Any]:
+    """The objects of a class that live now.
+
+    What refers to the class may be one. A walk over all objects, ``gc.get_objects``, would touch tuples that
+    other threads are still building, and those then fail.
+    """
+    return (
+        thing
+        for thing in gc.get_referrers(*_with_subclasses(owner_class))
+        if issubclass(type(thing), owner_class)  # isinstance would wake lazy objects, warnings and all
+    )
+
+
+def _with_subclasses(owner_class: type) -> list[type]:
     return [
-        pool_class,
-        *(deeper for each in pool_class.__subclasses__() for deeper in _with_subclasses(each)),
+        owner_class,
+        *(deeper for each in owner_class.__subclasses__() for deeper in _with_subclasses(each)),
     ]
 
 
+class Owners:
+    """The objects that own private pools, and on which device each does. Keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._devices: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def note(self, owner: Any) -> None:
+        """It owns, or is about to own, a pool on the current device."""
+        torch = initialised_torch()
+        if torch is not None:
+            with suppress(Exception):  # a subclass without hash, a broken context: this is the user's call
+                self._devices[owner] = torch.cuda.current_device()
+
+    def note_older(self, owners: Iterable[Any]) -> None:
+        """Those made before. Of several devices, which one they were made on is not known."""
+        torch = initialised_torch()
+        if torch is not None and torch.cuda.device_count() == 1:
+            for owner in owners:
+                self.note(owner)
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        return iter(list(self._devices.items()))
+
+
 class PoolWatch:
-    """Replaces ``torch.cuda.MemPool.__init__`` by a plain function that notes such pools."""
+    """Replaces ``torch.cuda.MemPool.__init__`` by a plain function that notes the pools."""
 
     def __init__(self) -> None:
         self.suspect = False
         """True for good: a dead pool's segments still go back through its allocator."""
         self._restore: tuple[type, Any] | None = None
+        self._made = Owners()
+
+    def owned(self) -> set[PoolOn]:
+        """The pools that have a ``MemPool`` for an owner for sure; asks the allocator."""
+        found: set[PoolOn] = set()
+        for pool, device in self._made:
+            with suppress(Exception):  # a broken context, an object that was never made whole
+                # an older release, which has no count, may have let go of the pool before
+                if pool.use_count() > 0:
+                    found.add((device, tuple(pool.id)))
+        return found
 
     def install(self, memory: Any) -> None:
         """Watch from now on; ``memory`` is the imported module ``torch.cuda.memory``.
@@ -41,10 +91,9 @@ class PoolWatch:
         if pool_class is None or self._restore is not None:  # before torch 2.5 there are none
             return
         if initialised_torch() is not None:
-            self.suspect = self.suspect or any(
-                issubclass(type(thing), pool_class)  # isinstance would wake lazy objects, warnings and all
-                for thing in gc.get_referrers(*_with_subclasses(pool_class))
-            )
+            older = list(living(pool_class))
+            self.suspect = self.suspect or bool(older)
+            self._made.note_older(older)
         original = pool_class.__dict__.get("__init__")
         if original is None:
             return
@@ -54,6 +103,7 @@ class PoolWatch:
             if kwargs.get("allocator", args[0] if args else None) is not None:
                 self.suspect = True
             original(pool, *args, **kwargs)
+            self._made.note(pool)
 
         pool_class.__init__ = noted_init
         self._restore = (pool_class, original)

@@ -18,7 +18,7 @@ SMALL, LARGE = "small", "large"
 _MIB = 1 << 20
 _STEP = 512
 _SMALL_MOST = _MIB
-_SMALL_SEGMENT = 2 * _MIB
+SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _OWN_SEGMENT = 10 * _MIB  # from here on a request gets a segment of its own
 _OWN_STEP = 2 * _MIB
@@ -79,7 +79,7 @@ class Rules:
 
     def page(self, kind: str) -> int:
         """What is mapped and unmapped as a whole in an expandable segment."""
-        return _SMALL_SEGMENT if kind == SMALL else self.large_segment
+        return SMALL_SEGMENT if kind == SMALL else self.large_segment
 
     def round_down(self, size: int) -> int:
         """The largest size up to this one that rounding leaves as it is."""
@@ -93,7 +93,7 @@ class Rules:
     def asked(self, size: int) -> int:
         """What is asked of the driver for a rounded request that no free block serves."""
         if size <= _SMALL_MOST:
-            return _SMALL_SEGMENT
+            return SMALL_SEGMENT
         if size < _OWN_SEGMENT:
             return self.large_segment
         return -(-size // _OWN_STEP) * _OWN_STEP

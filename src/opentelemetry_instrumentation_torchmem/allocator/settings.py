@@ -130,6 +130,21 @@ def settings_in_force(torch: Any, environ: Mapping[str, str] = os.environ) -> Al
     return _parsed(text, origin)
 
 
+def settings_at(
+    snapshot: Mapping[str, Any], otherwise: AllocatorSettings, environ: Mapping[str, str] = os.environ
+) -> AllocatorSettings:
+    """Those in force when a snapshot was taken; ``otherwise`` where it does not say.
+
+    It knows them all, where the runtime tells the string that was set last alone.
+    """
+    given = snapshot.get("allocator_settings")
+    if not given:
+        return otherwise
+    return replace(
+        AllocatorSettings.of_snapshot(given, environ), text=otherwise.text, origin=otherwise.origin
+    )
+
+
 def _of_environment(environ: Mapping[str, str]) -> tuple[str, str]:
     for variable in ENVIRONMENT:
         if variable in environ:

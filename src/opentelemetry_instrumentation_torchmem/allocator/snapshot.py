@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
-from .reading import AllocatorReading, DriverMemory
+from .reading import AllocatorReading, DriverMemory, share
 from .rules import LARGE, SMALL, Between, FreeBlock, Rules, address_range
 from .settings import AllocatorSettings
 
 PoolId = tuple[int, int]
 DEFAULT_POOL: Final[PoolId] = (0, 0)
+PoolOn = tuple[int, PoolId]
+"""A private pool on a device: the same one may have an owner on one device and none on another."""
 Stretch = tuple[int, int]
 """Offset in its segment, and size."""
 
@@ -28,7 +30,7 @@ DAMAGED = "damaged_snapshot"
 RELEASE = "torch_release"
 """This release's snapshots do not tell private pools, or expandable segments, from others."""
 PRIVATE_POOLS = "private_pools"
-"""Whether a private pool that holds free memory still has an owner is in no snapshot."""
+"""Whether a private pool that holds free memory still has an owner is in no snapshot, and nobody knows."""
 DRIVER = "driver_memory"
 FRACTION = "memory_fraction"
 PENDING = "pending_frees"
@@ -43,7 +45,7 @@ UNMAPPED = "unmapped_addresses"
 ABSENT: Mapping[str, str] = {
     DAMAGED: "The snapshot contradicts itself or the statistics: the allocator moved on in between.",
     RELEASE: "This release's snapshots do not tell private pools or expandable segments from others.",
-    PRIVATE_POOLS: "Whether a private pool that holds free memory still has an owner is in no snapshot.",
+    PRIVATE_POOLS: "Whether a private pool that holds free memory still has an owner is not known.",
     DRIVER: "The driver's figures of the device are not to be had.",
     FRACTION: "The process's memory fraction is not to be had.",
     PENDING: "Whether the events that freed blocks wait for have completed is in no snapshot.",
@@ -53,7 +55,7 @@ ABSENT: Mapping[str, str] = {
 }
 """Why a figure is absent, or not known to the byte -> what that means."""
 
-_INACTIVE = "inactive"
+_ALLOCATED, _INACTIVE = "active_allocated", "inactive"
 _PENDING = frozenset({"active_pending_free", "active_awaiting_free"})
 
 
@@ -111,6 +113,9 @@ class DeviceMap:
     pending_free: int
     private_reserved: int | None
     """Held by CUDA graphs' pools and MemPools."""
+    private_idle: int
+    """In wholly free cudaMalloc segments of private pools that may have an owner: the statistics do not count
+    them as split, and ``empty_cache`` does not return them."""
     other_streams_reserved: int | None
     """Held in the default pool by streams other than the one that was asked for: of no use to it."""
     cached: Between | None
@@ -149,9 +154,12 @@ class DeviceMap:
 
     @property
     def fragmentation(self) -> float | None:
-        """The trapped share of what is held, 0 to 1, in every mode."""
-        trapped = _exact(self.trapped)
-        return None if trapped is None or not self.reserved else trapped / self.reserved
+        """The share of ``split_free`` in what is held, 0 to 1, in every mode.
+
+        Pending frees are not in it, as they are not in the statistics' ``inactive_split``: what they leave
+        trapped when they end is in ``trapped``.
+        """
+        return share(self.split_free, self.reserved)
 
     def is_of(self, reading: AllocatorReading) -> bool:
         """Whether a reading shows the very state that the snapshot was taken in."""
@@ -186,12 +194,14 @@ def analyse(
     limits: Mapping[int, Limits],
     *,
     stream: int = 0,
-    live_pools: Collection[PoolId] | None = None,
+    live_pools: Collection[PoolOn] = (),
+    dropped_pools: Collection[PoolOn] = (),
 ) -> dict[int, DeviceMap]:
     """A map of each device that the snapshot or the limits name.
 
     The largest block and the headroom are those of requests on one stream, in the default pool.
-    ``live_pools`` are the private pools that have an owner, where the caller knows them all.
+    ``live_pools`` are private pools that have an owner for sure, ``dropped_pools`` those that have none for
+    sure; of others both is reckoned with.
 
     Example:
         >>> segment = dict(device=0, address=0, total_size=100 << 20, allocated_size=40 << 20,
@@ -238,6 +248,7 @@ def analyse(
             limits.get(device, _NO_LIMITS),
             stream,
             live_pools,
+            dropped_pools,
             broken=device in damaged or None in damaged,
         )
         for device, of_device in by_device.items()
@@ -248,7 +259,7 @@ _NO_LIMITS = Limits()
 _NO_SNAPSHOT = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 """What something else than a snapshot of torch's gives rise to."""
 _KEY = itemgetter("device", "stream", "segment_pool_id", "segment_type", "is_expandable")
-_TOTAL, _ACTIVE, _ALLOCATED, _SIZE = map(itemgetter, ("total_size", "active_size", "allocated_size", "size"))
+_TOTAL, _IN_USE, _HELD, _SIZE = map(itemgetter, ("total_size", "active_size", "allocated_size", "size"))
 _OFFSET: Callable[[Stretch], int] = itemgetter(0)
 
 
@@ -335,8 +346,8 @@ class _Group:
     def add(self, segments: Sequence[Mapping[str, Any]]) -> bool:
         """False if they contradict themselves."""
         self.reserved = sum(map(_TOTAL, segments))
-        self.active = sum(map(_ACTIVE, segments))
-        self.allocated = sum(map(_ALLOCATED, segments))
+        self.active = sum(map(_IN_USE, segments))
+        self.allocated = sum(map(_HELD, segments))
         pending = self._add_expandable(segments) if self.expandable else self._add_native(segments)
         return (
             self.kind in (SMALL, LARGE)
@@ -346,34 +357,33 @@ class _Group:
 
     def _add_native(self, segments: Sequence[Mapping[str, Any]]) -> int:
         """Returns the pending bytes."""
-        self.free = [
-            block["size"]
-            for segment in segments
-            for block in segment["blocks"]
-            if block["state"] == _INACTIVE
-        ]
-        self.largest = max(self.free, default=0)
         self.cached = sum([segment["total_size"] for segment in segments if not segment["active_size"]])
         self.releasable = self.cached
         pending = 0
+        quiet = segments
         if self.active != self.allocated:
             self.releasable = sum(
                 [segment["total_size"] for segment in segments if not segment["allocated_size"]]
             )
+            quiet = [segment for segment in segments if segment["active_size"] == segment["allocated_size"]]
+            free: list[Mapping[str, Any]] = []
+            merged: list[Stretch] = []
             for segment in segments:
                 if segment["active_size"] != segment["allocated_size"]:
-                    merged: list[Stretch] = []
-                    pending += _merge(segment["blocks"], segment["address"], merged)
-                    self.after += [size for _, size in merged]
+                    pending += _merge(segment["blocks"], segment["address"], free, merged)
+            self.free = list(map(_SIZE, free))
+            self.after = [size for _, size in merged]
+        self.free += [
+            block["size"] for segment in quiet for block in segment["blocks"] if block["state"] == _INACTIVE
+        ]
+        self.largest = max(self.free, default=0)
         if self._split is not None:
             if not pending and self.largest < self._split:
                 self.fixed = self.free
                 return 0
             for segment in segments:
-                merged = []
-                if segment["active_size"] != segment["allocated_size"]:
-                    _merge(segment["blocks"], segment["address"], merged)
-                free = [block for block in segment["blocks"] if block["state"] == _INACTIVE]
+                free, merged = [], []
+                _merge(segment["blocks"], segment["address"], free, merged)
                 self._note(segment["address"], -1, segment["total_size"], free, merged)
         return pending
 
@@ -391,7 +401,12 @@ class _Group:
                     self.ranges.append(_Range(base, total))
                 continue
             blocks = segment["blocks"]
-            free = [block for block in blocks if block["state"] == _INACTIVE]
+            free: list[Mapping[str, Any]] = []
+            merged: list[Stretch] = []
+            if segment["active_size"] != segment["allocated_size"]:
+                pending += _merge(blocks, base, free, merged)
+            else:
+                free = [block for block in blocks if block["state"] == _INACTIVE]
             sizes = list(map(_SIZE, free))
             self.free += sizes
             largest = max(sizes, default=0)
@@ -403,13 +418,11 @@ class _Group:
                     (block["address"] - base, block["size"]) for block in free if block["size"] >= page
                 ]
                 self.cached += sum([_pages(offset, size, page) for offset, size in stretches])
-            merged: list[Stretch] = []
-            if segment["active_size"] != segment["allocated_size"]:
-                pending += _merge(blocks, base, merged)
+            if merged:
                 self.after += [size for _, size in merged]
                 stretches = [stretch for stretch in stretches if not _within(stretch, merged)]
                 stretches += merged
-            self.releasable += sum([_pages(offset, size, page) for offset, size in stretches])
+            self.releasable += sum([_pages(offset, size, page) for offset, size in stretches if size >= page])
             if self._grows:
                 tail = 0
                 for block in (blocks[0], blocks[-1]):  # what has unmapped addresses beside it
@@ -456,28 +469,30 @@ class _Group:
         )
 
 
-def _merge(blocks: Sequence[Mapping[str, Any]], base: int, merged: list[Stretch]) -> int:
-    """The pending bytes; and what becomes of the pending blocks, with the free ones beside them."""
-    pending = begin = size = 0
-    waits = False
+def _merge(
+    blocks: Sequence[Mapping[str, Any]], base: int, free: list[Mapping[str, Any]], merged: list[Stretch]
+) -> int:
+    """The pending bytes; finds the free blocks, and what becomes of the pending ones with those beside them."""
+    pending = waits = 0
+    begin: int | None = None
     for block in blocks:
         state = block["state"]
-        if state == _INACTIVE or state in _PENDING:
-            part = block["size"]
-            if not size:
-                begin = block["address"] - base
-            size += part
-            if state != _INACTIVE:
-                pending += part
-                waits = True
+        if state == _ALLOCATED or (state != _INACTIVE and state not in _PENDING):
+            if waits and begin is not None:
+                merged.append((begin - base, block["address"] - begin))
+                pending += waits
+                waits = 0
+            begin = None
+            continue
+        if begin is None:
+            begin = block["address"]
+        if state == _INACTIVE:
+            free.append(block)
         else:
-            if waits:
-                merged.append((begin, size))
-                waits = False
-            size = 0
-    if waits:
-        merged.append((begin, size))
-    return pending
+            waits += block["size"]
+    if waits and begin is not None:
+        merged.append((begin - base, blocks[-1]["address"] + blocks[-1]["size"] - begin))
+    return pending + waits
 
 
 def _within(stretch: Stretch, merged: Sequence[Stretch]) -> bool:
@@ -493,13 +508,15 @@ def _device_map(
     settings: AllocatorSettings,
     limits: Limits,
     stream: int,
-    live_pools: Collection[PoolId] | None,
+    live_pools: Collection[PoolOn],
+    dropped_pools: Collection[PoolOn],
     *,
     broken: bool,
 ) -> DeviceMap:
     reserved = allocated = active = cached_least = cached_most = releasable_least = releasable_most = 0
     shared: list[_Group] = []
     private: list[_Group] = []
+    private_idle = 0
     told, whole = True, True
     for group in groups:
         reserved += group.reserved
@@ -510,8 +527,10 @@ def _device_map(
             sure = perhaps = True
         else:
             private.append(group)
-            perhaps = live_pools is None or group.pool not in live_pools
-            sure = perhaps and live_pools is not None
+            perhaps = (device, group.pool) not in live_pools
+            sure = (device, group.pool) in dropped_pools
+            if not sure and not group.expandable:
+                private_idle += group.cached
         if perhaps:
             cached_most += group.cached
             releasable_most += group.releasable
@@ -537,7 +556,7 @@ def _device_map(
         else:
             cached = Between(cached_least, cached_most)
             releasable = Between(releasable_least, releasable_most)
-            if not releasable.exact or not cached.exact:
+            if not cached.exact:
                 absent["fragmentation"] = absent["split_free"] = PRIVATE_POOLS
             driver, fraction = limits.driver, limits.fraction
             if driver is None or fraction is None:
@@ -559,6 +578,7 @@ def _device_map(
         allocated=allocated,
         pending_free=active - allocated,
         private_reserved=sum(group.reserved for group in private) if told else None,
+        private_idle=private_idle,
         other_streams_reserved=(
             sum(group.reserved for group in shared if group.stream != stream) if told else None
         ),

@@ -15,7 +15,8 @@ from inspect import signature
 from time import monotonic
 from typing import Any
 
-from .reading import AllocatorReading, DriverMemory, HostReading
+from .reading import POOLS, AllocatorReading, DriverMemory, HostReading
+from .rules import SMALL_SEGMENT
 from .settings import AllocatorSettings, settings_in_force
 
 NATIVE, ASYNC, PLUGGABLE, UNCACHED = "native", "cudaMallocAsync", "pluggable", "uncached"
@@ -90,10 +91,7 @@ class Source:
         at = monotonic()
         if self.backend == NATIVE:
             statistics = self._statistics(index)
-            # memory that no cudaMalloc segment holds was mapped: expandable segments are in use. Both figures
-            # count since the user's last reset; before 2.4 only the settings can tell.
-            allocations = statistics.get("num_device_alloc", 0)
-            if self._expandable or allocations > statistics["segment"]["all"]["allocated"]:
+            if self._expandable or is_mapped(statistics):
                 self._expandable = True  # for good: what was once mapped may still be there
                 for family in _SEGMENT_FAMILIES:
                     statistics.pop(family, None)
@@ -110,7 +108,10 @@ class Source:
     def snapshot(self) -> dict[str, Any]:
         """The segments and blocks of every device, with the settings, as torch's own snapshots have them but
         without the traces of the user's memory history. Native alone; holds the interpreter throughout."""
-        return self._snapshot()
+        snapshot = self._snapshot()
+        if not self._expandable and any(segment.get("is_expandable") for segment in snapshot["segments"]):
+            self._expandable = True  # before 2.4 the statistics cannot tell it of every state
+        return snapshot
 
     def empty_cache(self) -> None:
         """Give the driver back what is wholly free, on every device. Releases the interpreter; allocations
@@ -206,11 +207,14 @@ def _statistics_call(torch: Any, index: int) -> Callable[[int], dict[str, Any]]:
 
 def _snapshot_call(torch: Any) -> Callable[[], dict[str, Any]]:
     """From 2.11 on the traces of the user's memory history can be left out: with a long one they take most of
-    the time."""
+    the time. Before, torch's public call makes them too, and leaves the settings out with them."""
     public = getattr(torch.cuda, "memory_snapshot", None)
     raw = getattr(torch._C, "_cuda_memorySnapshot", None)
     if raw is not None and public is not None and "include_traces" in signature(public).parameters:
         return lambda: raw((0, 0, False))
+    whole = getattr(getattr(torch.cuda, "memory", None), "_snapshot", None)
+    if whole is not None:
+        return whole
     return lambda: {"segments": torch.cuda.memory_snapshot()}
 
 
@@ -231,6 +235,20 @@ def attach_oom_observer(torch: Any, observer: Callable[[int, int, int, int], Non
         AttributeError: this build of torch has none.
     """
     torch._C._cuda_attach_out_of_memory_observer(observer)
+
+
+def is_mapped(statistics: dict[str, Any]) -> bool:
+    """Whether some memory was mapped, which no cudaMalloc segment holds: expandable segments are in use.
+
+    Before torch 2.4 it is seen of a pool all of which is mapped, and of small segments, which have one size.
+    """
+    segments, allocations = statistics["segment"], statistics.get("num_device_alloc")
+    if allocations is not None:  # both count since the user's last reset
+        return allocations > segments["all"]["allocated"]
+    reserved = {pool: statistics["reserved_bytes"][pool]["current"] for pool in POOLS.values()}
+    return reserved["small_pool"] > segments["small_pool"]["current"] * SMALL_SEGMENT or any(
+        held and not segments[pool]["current"] for pool, held in reserved.items()
+    )
 
 
 def _is_whole(call: Callable[[int], Any], index: int) -> bool:

@@ -32,9 +32,14 @@ class DeviceState(NamedTuple):
     @property
     def fragmentation(self) -> float | None:
         """The trapped share of what is held, 0 to 1: from the reading, else from the snapshot."""
-        if self.reading.inactive_split is not None or self.map is None:
+        if self.map is None or self._reading_tells:
             return self.reading.fragmentation
-        return share(self.map.split_free, self.map.reserved)
+        return self.map.fragmentation
+
+    @property
+    def _reading_tells(self) -> bool:
+        """Whether ``inactive_split`` is all that is trapped, as far as the last snapshot knows."""
+        return self.reading.inactive_split is not None and (self.map is None or not self.map.private_idle)
 
     @property
     def ledger(self) -> Mapping[str, int] | None:
@@ -52,7 +57,7 @@ class DeviceState(NamedTuple):
         free = self.limit - reserved - self.external
         if free < 0:  # held beyond the device, as managed memory is: no split of the limit is true
             return None
-        split = reading.inactive_split
+        split = reading.inactive_split if self._reading_tells else None
         if split is None and self.map is not None and self.map_is_current and self.map.is_of(reading):
             split = self.map.split_free
         idle = (

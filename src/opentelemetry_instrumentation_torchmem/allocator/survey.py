@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from time import monotonic, perf_counter, sleep
 from typing import NamedTuple
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from ..telemetry import OwnTelemetry
 from .captures import CaptureWatch
 from .reading import AllocatorReading
-from .settings import AllocatorSettings
-from .snapshot import DeviceMap, Limits, analyse, never_released
+from .settings import AllocatorSettings, settings_at
+from .snapshot import DeviceMap, Limits, PoolOn, analyse, never_released
 from .source import NATIVE, Source
 from .windows import OpenWindows
 
@@ -51,14 +51,16 @@ class Survey:
         windows: OpenWindows,
         captures: CaptureWatch,
         *,
+        live_pools: Callable[[], Collection[PoolOn]] = tuple,
         share: float = 0.001,
         max_age: float = 300.0,
     ) -> None:
-        """``share`` of time is what all snapshots together may take, 0 for none; figures older than
-        ``max_age`` seconds are absent."""
+        """``live_pools`` tells the private pools that have an owner for sure. ``share`` of time is what all
+        snapshots together may take, 0 for none; figures older than ``max_age`` seconds are absent."""
         self._telemetry = telemetry
         self._windows = windows
         self._captures = captures
+        self._live_pools = live_pools
         self._share = share
         self._max_age = max_age
         self.begin_anew()
@@ -151,7 +153,13 @@ class Survey:
                     self._not_now("snapshot_busy")
                     return
                 read()
-            maps = analyse(source.snapshot()["segments"], settings, limits)
+            snapshot = source.snapshot()
+            maps = analyse(
+                snapshot["segments"],
+                settings_at(snapshot, settings),
+                limits,
+                live_pools=self._live_pools(),  # after it: what is alive now was so then
+            )
             self._surveyed = {
                 index: Surveyed(maps[index], at, readings[index]) for index in used if index in maps
             }
