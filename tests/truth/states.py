@@ -546,10 +546,11 @@ class Judge:
         if self.settings.divisions:  # one step of rounding may be larger
             return
         page = self.settings.large_segment_size or 20 * MIB
-        # Free bytes before and after what is mapped may add up to more than a page, never to two.
+        # The free bytes before what is mapped and those after it are each less than a page: together they may
+        # be more than one, never two.
         self.expect(not self.attempt(least + 2 * page)[0], "two pages more succeed")
         self.tally.beyond = int(self.attempt(least + page + 1)[0])
-        if self.chance.random() < 0.3:
+        if self.chance.random() < 0.3 or self.tally.beyond:
             low, high = least // 512, most // 512
             while low < high:
                 middle = (low + high + 1) // 2

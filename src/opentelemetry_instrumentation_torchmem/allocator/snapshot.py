@@ -33,6 +33,7 @@ PRIVATE_POOLS = "private_pools"
 """Whether a private pool that holds free memory still has an owner is in no snapshot, and nobody knows."""
 DRIVER = "driver_memory"
 FRACTION = "memory_fraction"
+"""It is not to be had; or it is 1, which bounds new memory only where it was set."""
 PENDING = "pending_frees"
 """Whether the events that freed blocks wait for have completed is in no snapshot."""
 MAX_SPLIT = "max_split_size"
@@ -47,7 +48,7 @@ ABSENT: Mapping[str, str] = {
     RELEASE: "This release's snapshots do not tell private pools or expandable segments from others.",
     PRIVATE_POOLS: "Whether a private pool that holds free memory still has an owner is not known.",
     DRIVER: "The driver's figures of the device are not to be had.",
-    FRACTION: "The process's memory fraction is not to be had.",
+    FRACTION: "The process's memory fraction is not to be had, or whether a fraction of 1 was ever set.",
     PENDING: "Whether the events that freed blocks wait for have completed is in no snapshot.",
     MAX_SPLIT: "Which block serves depends on unmapped addresses, which are in no snapshot.",
     PAGE_SIZE: "Expandable segments were made under another large_segment_size.",
@@ -126,6 +127,9 @@ class DeviceMap:
     """By kind: the largest request that is served without asking the driver."""
     headroom: Between | None
     """The largest request that succeeds, when the allocator has given back what it can.
+
+    With expandable segments the truth can lie above ``least`` by what is free before and after the place
+    where memory will be mapped: less than a page on either side, so mostly within one, always below two.
 
     What another process, NCCL or another thread takes meanwhile is not in it. While a CUDA graph is captured,
     on any thread, and in some releases while a MemPool is in use, nothing is given back: less succeeds.
@@ -472,7 +476,7 @@ class _Group:
 def _merge(
     blocks: Sequence[Mapping[str, Any]], base: int, free: list[Mapping[str, Any]], merged: list[Stretch]
 ) -> int:
-    """The pending bytes; finds the free blocks, and what becomes of the pending ones with those beside them."""
+    """The pending bytes; finds the free blocks, and what becomes of pending ones with those beside them."""
     pending = waits = 0
     begin: int | None = None
     for block in blocks:

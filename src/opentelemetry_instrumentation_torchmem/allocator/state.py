@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .reading import AllocatorReading, share
+from .reading import AllocatorReading
 from .snapshot import DeviceMap
 
 
