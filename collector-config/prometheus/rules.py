@@ -18,6 +18,7 @@ A duration is written ``<10m>``, or ``<4h in seconds>`` where a number is wanted
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from typing import Any
 import yaml
 
 from opentelemetry_instrumentation_torchmem.signals import (
+    GUARD_METRICS,
     METRICS,
     REQUEST_METRICS,
     Attribute,
@@ -36,6 +38,8 @@ from opentelemetry_instrumentation_torchmem.signals import (
     RequestMetric,
 )
 
+ROWS: tuple[Metric | RequestMetric, ...] = (*METRICS, *GUARD_METRICS, *REQUEST_METRICS)
+"""Every metric of the table."""
 HERE = Path(__file__).resolve().parent
 RULES = HERE / "rules"
 HEADER = (
@@ -122,7 +126,7 @@ class Group:
 
 def normalised() -> Iterator[Record]:
     """One recording rule for each metric, three for each histogram."""
-    for row in (*METRICS, *REQUEST_METRICS):
+    for row in ROWS:
         attributes = tuple(label(attribute) for attribute in row.attributes)
         if row.kind is not Kind.HISTOGRAM:
             yield Record(recorded_name(row), _either(row, "", "max", attributes), row.about)
@@ -146,15 +150,31 @@ def climbed(counter: str) -> str:
     return f"({counter} unless last_over_time({counter}[<1h>] offset <10m>))\nor increase({counter}[<10m>])"
 
 
+def hour_by_hour(series: str, comparison: str) -> str:
+    """Whether a figure of an hour is past that of the hour before, three times in a row.
+
+    Twice would not do: of noise without a trend the hours' lows fall twice in a row all the time.
+    """
+    now, *earlier = (series, *(f"{series} offset <{hours}h>" for hours in (1, 2, 3)))
+    steps: list[str] = []
+    for before in earlier:
+        steps.append(f"and ({now} {comparison} {before})")
+        now = before
+    return "\n".join(steps)
+
+
 def rising(series: str) -> str:
-    """By how much an hour's lowest figure rose over two hours, if it did in both of them."""
+    """By how much a figure of an hour rose over three hours, if it did in each of them."""
     return (
-        f"({series} - {series} offset <2h>)\n"
-        f"and ({series} > {series} offset <1h>)\n"
-        f"and ({series} offset <1h> > {series} offset <2h>)\n"
-        f"and last_over_time({series}[<1h>] offset <3h>)"
+        f"({series} - {series} offset <3h>)\n{hour_by_hour(series, '>')}\n"
+        f"and last_over_time({series}[<1h>] offset <4h>)"
     )
 
+
+GREW, PEAKED = (
+    f"sum by ({PROCESS}, le) (increase(torchmem:request_{what}_growth_bucket[<1h>]))"
+    for what in ("reserved", "peak")
+)
 
 WINDOWS: tuple[Record, ...] = (
     Record(
@@ -181,16 +201,9 @@ WINDOWS: tuple[Record, ...] = (
            "What the package did not do in the last 10 minutes."),
     Record(
         "torchmem:request_growth:need1h",
-        f"max by ({PROCESS}) (\n"
-        f"  histogram_quantile(1, sum by ({PROCESS}, le) "
-        f"(increase(torchmem:request_reserved_growth_bucket[<1h>])))\n"
-        "  or\n"
-        f"  histogram_quantile(1, sum by ({PROCESS}, le) "
-        f"(increase(torchmem:request_peak_growth_bucket[<1h>])))\n"
-        ") / 2",
+        f"histogram_quantile(1,\n  {GREW} + {PEAKED}\n  or {GREW}\n) / 2",
         "What the hungriest request of the last hour needed at least: the lower bound of its bucket, as "
-        "buckets are "
-        "powers of two.",
+        "buckets are powers of two.",
     ),
     Record(
         "torchmem:request_duration:mean10m",
@@ -200,36 +213,35 @@ WINDOWS: tuple[Record, ...] = (
     ),
     Record("torchmem:headroom:low1h", "min_over_time(torchmem:headroom[<1h>]) and torchmem:headroom",
            "An hour's lowest: what a sawtooth or a moment's dip leaves as it is."),
+    Record("torchmem:headroom:mean1h", "avg_over_time(torchmem:headroom[<1h>]) and torchmem:headroom",
+           "What noise leaves as it is."),
     Record("torchmem:allocated:low1h",
            "min_over_time(torchmem:allocated:bytes[<1h>]) and torchmem:allocated:bytes",
            "The same of what is in tensors."),
     Record("torchmem:reserved:low1h",
            "min_over_time(torchmem:reserved:bytes[<1h>]) and torchmem:reserved:bytes",
            "The same of what is held."),
-    Record("torchmem:allocated:rise2h", rising("torchmem:allocated:low1h"),
+    Record("torchmem:allocated:rise3h", rising("torchmem:allocated:low1h"),
            "How far they rose, hour by hour."),
-    Record("torchmem:reserved:rise2h", rising("torchmem:reserved:low1h"), "How far they rose, hour by hour."),
+    Record("torchmem:reserved:rise3h", rising("torchmem:reserved:low1h"), "How far they rose, hour by hour."),
     Record(
         "torchmem:external:rise2h",
-        "min_over_time(torchmem:external:bytes[<30m>]) - max_over_time(torchmem:external:bytes[<1h>] "
-        "offset <2h>)\n"
+        "min_over_time(torchmem:external:bytes[<30m>])\n"
+        "- max_over_time(torchmem:external:bytes[<1h>] offset <2h>)\n"
         "and torchmem:external:bytes",
         "How far the last half hour's lowest is above the highest of an hour, two hours ago: a step or a "
-        "slope that "
-        "stayed, not a neighbour that came back.",
+        "slope that stayed, not a neighbour that came back.",
     ),
     Record(
         "torchmem:headroom:exhaustion_seconds",
         "(torchmem:headroom:low1h / -(deriv(torchmem:headroom:low1h[<2h>]) < 0))\n"
-        "and (torchmem:headroom:low1h < 0.98 * torchmem:headroom:low1h offset <1h>)\n"
-        "and (torchmem:headroom:low1h offset <1h> < 0.98 * torchmem:headroom:low1h offset <2h>)\n"
-        "and last_over_time(torchmem:headroom:low1h[<1h>] offset <3h>)\n"
+        f"{hour_by_hour('torchmem:headroom:low1h', '< 0.98 *')}\n"
+        f"{hour_by_hour('torchmem:headroom:mean1h', '< 0.98 *')}\n"
+        "and last_over_time(torchmem:headroom:low1h[<1h>] offset <4h>)\n"
         f"unless on ({PROCESS}) torchmem:preallocating",
-        "Until headroom is 0, along its lows of the last two hours. Only where each hour's low was lower "
-        "than the "
-        "one before, in a process older than 3 hours: one step, a warm-up, noise, a sawtooth faster than "
-        "an hour "
-        "have no end in sight.",
+        "Until headroom is 0, along its lows of the last two hours. Only where the lows and the means of "
+        "three hours in a row were lower than those before, in a process older than 4 hours: steps, a "
+        "warm-up, noise, a sawtooth faster than an hour have no end in sight.",
     ),
 )  # fmt: skip
 
@@ -269,7 +281,7 @@ def figure(name: str, form: str, labels: Iterable[str] = ("job", "instance", "to
     values = " ".join(f"$labels.{each}" for each in by)
     return (
         f'{{{{ with query (printf "{name}{{{matchers}}}" {values}) }}}}'
-        f"{{{{ . | first | value | {form} }}}}{{{{ else }}}}an unknown number of {{{{ end }}}}"
+        f"{{{{ . | first | value | {form} }}}}{{{{ else }}}}?{{{{ end }}}}"
     )
 
 
@@ -277,6 +289,7 @@ WHO = "{{ $labels.job }} {{ $labels.instance }}"
 ON = f"{WHO} {{{{ $labels.torch_device }}}}"
 BYTES = "humanize1024"
 COUNT, FACTOR = 'printf "%.0f"', 'printf "%.1f"'
+RETRIED = figure("torchmem:allocation_retries:increase10m", COUNT)
 
 ALERTS: tuple[Alert, ...] = (
     Alert(
@@ -284,42 +297,36 @@ ALERTS: tuple[Alert, ...] = (
         f"(torchmem:fragmentation > 0.35 and on ({DEVICE}) torchmem:allocation_retries:increase10m > 0)\n"
         f"unless on ({PROCESS}) torchmem:preallocating",
         f"{ON}: {{{{ $value | humanizePercentage }}}} of the memory that PyTorch holds is trapped in "
-        f"fragments, and "
-        f"the allocator has flushed its cache {figure('torchmem:allocation_retries:increase10m', COUNT)} "
-        "times in 10 minutes.",
+        f"fragments; the allocator's retries in 10 minutes: {RETRIED}.",
     ),
     Alert(
         "TorchMemHeadroomBelowNeed", "critical", "<5m>",
         f"(torchmem:headroom < on ({PROCESS}) group_left () torchmem:request_growth:need1h)\n"
         f"unless on ({PROCESS}) torchmem:preallocating",
         f"{ON}: a single request can still get {{{{ $value | {BYTES} }}}}B; within the last hour one "
-        f"needed more "
-        f"than {figure('torchmem:request_growth:need1h', BYTES, ('job', 'instance'))}B.",
+        f"needed more than {figure('torchmem:request_growth:need1h', BYTES, ('job', 'instance'))}B.",
     ),
     Alert(
         "TorchMemHeadroomExhaustion", "warning", "<10m>",
         "torchmem:headroom:exhaustion_seconds < <4h in seconds>",
         f"{ON}: headroom has fallen for hours, to {figure('torchmem:headroom:low1h', BYTES)}B, and at this "
-        f"pace is "
-        "gone in {{ $value | humanizeDuration }}.",
+        "pace is gone in {{ $value | humanizeDuration }}.",
     ),
     Alert(
         "TorchMemCacheRatchet", "info", "<10m>",
-        f"(torchmem:reserved:rise2h > on ({DEVICE}) 0.05 * torchmem:limit)\n"
+        f"(torchmem:reserved:rise3h > on ({DEVICE}) group_left () 0.05 * torchmem:limit)\n"
         f"unless on ({DEVICE}) (\n"
-        f"  (torchmem:allocated:low1h - torchmem:allocated:low1h offset <2h>)\n"
-        f"  > on ({DEVICE}) 0.25 * torchmem:reserved:rise2h\n"
+        f"  (torchmem:allocated:low1h - torchmem:allocated:low1h offset <3h>)\n"
+        f"  > on ({DEVICE}) 0.25 * torchmem:reserved:rise3h\n"
         ")",
-        f"{ON}: PyTorch holds {{{{ $value | {BYTES} }}}}B more than two hours ago, while what is in "
-        f"tensors is as it "
-        f"was ({figure('torchmem:allocated:low1h', BYTES)}B): cache, not a leak.",
+        f"{ON}: PyTorch holds {{{{ $value | {BYTES} }}}}B more than three hours ago, while what is in "
+        f"tensors is as it was ({figure('torchmem:allocated:low1h', BYTES)}B): cache, not a leak.",
     ),
     Alert(
         "TorchMemLeak", "warning", "<10m>",
-        f"torchmem:allocated:rise2h > on ({DEVICE}) 0.05 * torchmem:limit",
-        f"{ON}: what is in tensors at the quietest moment has grown by {{{{ $value | {BYTES} }}}}B in two "
-        f"hours, to "
-        f"{figure('torchmem:allocated:low1h', BYTES)}B: something keeps them.",
+        f"torchmem:allocated:rise3h > on ({DEVICE}) group_left () 0.05 * torchmem:limit",
+        f"{ON}: what is in tensors at the quietest moment has grown by {{{{ $value | {BYTES} }}}}B in three "
+        f"hours, to {figure('torchmem:allocated:low1h', BYTES)}B: something keeps them.",
     ),
     Alert(
         "TorchMemRetriesSlowRequests", "warning", "<5m>",
@@ -330,21 +337,20 @@ ALERTS: tuple[Alert, ...] = (
         ")\n"
         f"and on ({PROCESS}) torchmem:allocation_retries:increase10m > 3",
         f"{WHO}: {{{{ $labels.torch_operation }}}} takes {{{{ $value | {FACTOR} }}}} times as long as in the "
-        f"hour before, with {figure('torchmem:allocation_retries:increase10m', COUNT, IDENTITY)} retries "
-        "of the allocator in 10 minutes.",
+        "hour before; the allocator's retries in 10 minutes: "
+        f"{figure('torchmem:allocation_retries:increase10m', COUNT, IDENTITY)}.",
     ),
     Alert(
         "TorchMemOutsideGrowing", "warning", "<10m>",
-        f"torchmem:external:rise2h > on ({DEVICE}) 0.05 * torchmem:limit",
+        f"torchmem:external:rise2h > on ({DEVICE}) group_left () 0.05 * torchmem:limit",
         f"{ON}: memory on the device that is not PyTorch's has grown by {{{{ $value | {BYTES} }}}}B in two "
-        f"hours, to "
-        f"{figure('torchmem:external:bytes', BYTES)}B.",
+        f"hours, to {figure('torchmem:external:bytes', BYTES)}B.",
     ),
     Alert(
         "TorchMemOutOfMemory", "critical", "<0s>",
         f"(torchmem:oom_verdicts:increase10m > 0)\nor on ({DEVICE}) (torchmem:ooms:increase10m > 0)",
-        f"{ON}: {{{{ $value | {COUNT} }}}} out of memory errors in 10 minutes, verdict: "
-        '{{ or $labels.torch_memory_oom_verdict "none, as evidence is off" }}.',
+        f"{ON}: out of memory errors in 10 minutes: {{{{ $value | {COUNT} }}}}, verdict: "
+        '{{ or $labels.torch_memory_oom_verdict "none taken" }}.',
     ),
     Alert(
         "TorchMemTelemetryMissing", "warning", "<5m>",
@@ -475,10 +481,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _positive(text: str) -> float:
-    scale = float(text)
-    if not scale > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed (a number above 0)")
-    return scale
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not allowed (a number above 0)")
 
 
 if __name__ == "__main__":
