@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every file of the collector's, loaded by the real collector, does what its comments say."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+
+from pipeline.parts import part
+from pipeline.sender import Sender
+from pipeline.servers import (
+    CONFIG,
+    CannotStart,
+    Prometheus,
+    Server,
+    collector,
+    free_ports,
+    jaeger,
+    prometheus,
+    until,
+)
+
+BASE = "otel-collector.yaml"
+SETS = (
+    (BASE, "metrics-scrape.yaml"),
+    (BASE, "metrics-push.yaml"),
+    (BASE, "metrics-remote-write.yaml"),
+    (BASE, "agent.yaml"),
+    (BASE, "metrics-scrape.yaml", "logs-otlp.yaml"),
+    (BASE, "metrics-scrape.yaml", "tls.yaml"),
+    (BASE, "metrics-scrape.yaml", "tls.yaml", "bearer-token.yaml"),
+    (BASE, "metrics-push.yaml", "gateway.yaml"),
+    (BASE, "metrics-push.yaml", "gateway.yaml", "logs-otlp.yaml", "tls.yaml", "bearer-token.yaml"),
+)
+
+
+def collectors() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those of the files that are the collector's: beside them lie other servers'."""
+    for file in sorted(CONFIG.glob("*.yaml")):
+        loaded = yaml.safe_load(file.read_text())
+        parts = {"extensions", "receivers", "processors", "exporters", "service"}
+        if set(loaded) <= parts and "jaeger_storage" not in loaded.get("extensions", {}):
+            yield file.name, loaded
+
+
+def of(files: tuple[str, ...]) -> str:
+    return "+".join(Path(each).stem for each in files)
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A certificate of 127.0.0.1 and a token, as the environment that the files name them in."""
+    folder = tmp_path_factory.mktemp("secrets")
+    certificate, key, token = (folder / name for name in ("tls.crt", "tls.key", "token"))
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=collector",
+    ]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(certificate), "-keyout", str(key)]
+    subprocess.run(command, check=True, capture_output=True)
+    token.write_text("of-the-test")
+    return {"TLS_CERT_FILE": str(certificate), "TLS_KEY_FILE": str(key), "TOKEN_FILE": str(token)}
+
+
+def test_each_file_of_the_collectors_is_in_a_set_that_is_loaded_here() -> None:
+    assert {name for name, _ in collectors()} == {each for files in SETS for each in files}
+
+
+@pytest.mark.parametrize("files", SETS, ids=of)
+def test_a_set_of_files_is_valid_and_runs_and_warns_of_nothing(
+    files: tuple[str, ...], tmp_path: Path, secrets: dict[str, str]
+) -> None:
+    arguments = [argument for each in files for argument in ("--config", str(CONFIG / each))]
+    subprocess.run([part("otelcol"), "validate", *arguments], check=True, timeout=60)
+    with collector(tmp_path, files, environment=secrets) as otelcol:
+        assert otelcol.running
+    warnings = [
+        line for line in otelcol.log.splitlines() if "\twarn\t" in line and "connection refused" not in line
+    ]
+    assert warnings == []
+
+
+def test_the_files_that_say_what_they_listen_on_say_loopback(tmp_path: Path, secrets: dict[str, str]) -> None:
+    with collector(tmp_path, SETS[0]) as otelcol, jaeger(tmp_path) as traces:
+        for server in (otelcol, traces):
+            assert set(listening(server)) == {"127.0.0.1"}
+    # ... and so where the environment names nothing
+    for name in ("otel-collector.yaml", "metrics-scrape.yaml", "jaeger.yaml"):
+        addresses = [part for part in (CONFIG / name).read_text().split() if "LISTEN:-" in part]
+        assert addresses
+        assert all("LISTEN:-127.0.0.1:" in part for part in addresses)
+
+
+def listening(server: Server) -> list[str]:
+    connections = psutil.Process(server.pid).net_connections(kind="inet")
+    return [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN]
+
+
+def test_without_a_way_for_metrics_the_collector_does_not_start_rather_than_drop_them(tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match="service::pipelines::metrics: must have at least one exporter"):
+        collector(tmp_path, [BASE]).start()
+
+
+def test_metrics_expire_after_three_of_the_sdk_export_intervals() -> None:
+    exporter = yaml.safe_load((CONFIG / "metrics-scrape.yaml").read_text())["exporters"]["prometheus"]
+    assert exporter["metric_expiration"] == "${env:METRIC_EXPIRATION:-3m}"
+
+
+def test_each_queue_is_on_disk_in_order_and_never_gives_up() -> None:
+    queues = []
+    for file, loaded in collectors():
+        for name, exporter in loaded.get("exporters", {}).items():
+            if name.startswith("otlp") and file != "gateway.yaml":  # which only makes one larger
+                queues.append(name)
+                queue, retry = exporter["sending_queue"], exporter["retry_on_failure"]
+                assert (queue["storage"], queue["num_consumers"]) == ("file_storage", 1), (file, name)
+                assert retry["max_elapsed_time"] == "0s", (file, name)
+    assert len(queues) == 4
+
+
+# ----------------------------------------------------------------------------------------------- who may send
+
+
+def test_with_tls_a_sender_that_trusts_the_certificate_is_heard_and_one_without_tls_is_not(
+    tmp_path: Path, secrets: dict[str, str]
+) -> None:
+    with collector(tmp_path, [BASE, "metrics-scrape.yaml", "tls.yaml"], environment=secrets) as otelcol:
+        trusting = Sender(otelcol.grpc, authority=Path(secrets["TLS_CERT_FILE"]))
+        plain = Sender(otelcol.grpc, timeout_s=1)
+        for sender in (trusting, plain):
+            sender.meter.create_counter("some.counter").add(1)
+        assert trusting.send_metrics()
+        assert not plain.send_metrics()
+
+
+def test_with_a_client_authority_a_sender_must_show_a_certificate(
+    tmp_path: Path, secrets: dict[str, str]
+) -> None:
+    environment = {**secrets, "TLS_CLIENT_CA_FILE": secrets["TLS_CERT_FILE"]}
+    with collector(tmp_path, [BASE, "metrics-scrape.yaml", "tls.yaml"], environment=environment) as otelcol:
+        without = Sender(otelcol.grpc, authority=Path(secrets["TLS_CERT_FILE"]), timeout_s=1)
+        without.meter.create_counter("some.counter").add(1)
+        assert not without.send_metrics()
+
+
+def test_with_a_token_only_senders_that_show_it_are_heard(tmp_path: Path, secrets: dict[str, str]) -> None:
+    files = [BASE, "metrics-scrape.yaml", "tls.yaml", "bearer-token.yaml"]
+    with collector(tmp_path, files, environment=secrets) as otelcol:
+        heard = {}
+        for token in ("of-the-test", "of-another", None):
+            sender = Sender(otelcol.grpc, authority=Path(secrets["TLS_CERT_FILE"]), token=token, timeout_s=1)
+            sender.meter.create_counter("some.counter").add(1)
+            heard[token] = sender.send_metrics(), sender.send_span("a") is not None, sender.send_log("a")
+    assert heard == {"of-the-test": (True,) * 3, "of-another": (False,) * 3, None: (False,) * 3}
+
+
+def test_above_its_memory_limit_the_collector_refuses_and_the_sender_keeps_what_it_has(
+    tmp_path: Path,
+) -> None:
+    limits = {"MEMORY_LIMIT_MIB": "2", "MEMORY_SPIKE_MIB": "1"}
+    with collector(tmp_path, SETS[0], environment=limits) as otelcol:
+        sender = Sender(otelcol.grpc, timeout_s=1)
+        counter = sender.meter.create_counter("some.counter")
+        counter.add(1)
+        until(lambda: not sender.send_metrics(), 20, "a refusal")
+
+
+# ---------------------------------------------------------------------------------------------- where it goes
+
+
+@pytest.fixture(scope="module")
+def receiving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus that takes what is pushed to it, by OTLP and by remote write."""
+    folder = tmp_path_factory.mktemp("receiving")
+    with prometheus(
+        folder,
+        "prometheus-push.yaml",
+        arguments=["--web.enable-remote-write-receiver"],
+        change={"rule_files": []},
+    ) as server:
+        yield server
+
+
+def test_by_remote_write_metrics_arrive_under_the_same_names_and_labels(
+    tmp_path: Path, receiving: Prometheus
+) -> None:
+    environment = {"REMOTE_WRITE_URL": f"{receiving.url}/api/v1/write"}
+    with collector(tmp_path, SETS[2], environment=environment) as otelcol:
+        sender = Sender(otelcol.grpc, "by-remote-write", resource={"service.namespace": "test"})
+        sender.meter.create_counter("torch.memory.turnover", "By").add(7, {"torch.device": "cuda:0"})
+        assert sender.send_metrics()
+        labels = f'job="test/by-remote-write",instance="{sender.instance}"'
+        series = f'torch_memory_turnover_bytes_total{{{labels},torch_device="cuda:0"}}'
+        assert until(lambda: receiving.value(series), 20, "the counter") == 7
+        until(lambda: receiving.value(f'target_info{{{labels},k8s_pod_name="pod-0"}}'), 20, "the resource")
+
+
+def test_an_agent_hands_metrics_traces_and_logs_to_a_gateway_which_samples(
+    tmp_path: Path, receiving: Prometheus
+) -> None:
+    with jaeger(tmp_path) as traces:
+        environment = {
+            "TRACES_ENDPOINT": traces.grpc,
+            "PROMETHEUS_OTLP_URL": f"{receiving.url}/api/v1/otlp/v1/metrics",
+            "DECISION_WAIT": "2s",
+            "KEPT_SHARE_PERCENT": "0",
+        }
+        files = [BASE, "metrics-push.yaml", "gateway.yaml"]
+        with (
+            collector(tmp_path, files, name="gateway", environment=environment) as gateway,
+            collector(
+                tmp_path, [BASE, "agent.yaml"], name="agent", environment={"GATEWAY_ENDPOINT": gateway.grpc}
+            ) as agent,
+        ):
+            sender = Sender(agent.grpc, "behind-an-agent", delta=True)
+            counter = sender.meter.create_counter("torch.memory.turnover", "By")
+            for _ in range(3):  # the gateway adds up what came as deltas
+                counter.add(5)
+                assert sender.send_metrics()
+            kept = sender.send_span("generate", torch__memory__allocation__retries=1)
+            dropped = sender.send_span("generate", torch__memory__allocation__retries=0)
+            assert kept
+            assert dropped
+            assert sender.send_log("the log of a process")
+            total = 'torch_memory_turnover_bytes_total{job="behind-an-agent"}'
+            until(lambda: receiving.value(total) == 15, 20, "the total of three deltas")
+            until(lambda: traces.trace(kept), 20, "the trace that retried")
+            until(
+                lambda: (
+                    gateway.logs_file.exists() and "the log of a process" in gateway.logs_file.read_text()
+                ),
+                20,
+                "the log",
+            )
+            assert traces.trace(dropped) == []
+
+
+def test_logs_go_to_a_store_by_otlp_with_their_service(tmp_path: Path) -> None:
+    bodies: list[tuple[str, bytes]] = []
+
+    class Store(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            zipped = self.headers.get("content-encoding") == "gzip"
+            bodies.append((self.path, gzip.decompress(body) if zipped else body))
+            self.send_response(200)
+            self.send_header("content-type", "application/x-protobuf")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    port = free_ports(1)[0]
+    store = ThreadingHTTPServer(("127.0.0.1", port), Store)
+    threading.Thread(target=store.serve_forever, daemon=True).start()
+    try:
+        environment = {"LOGS_URL": f"http://127.0.0.1:{port}/otlp"}
+        with collector(tmp_path, SETS[4], environment=environment) as otelcol:
+            sender = Sender(otelcol.grpc, "that-logs")
+            assert sender.send_log("out of memory")
+            path, body = until(lambda: bodies, 20, "a log in the store")[0]
+    finally:
+        store.shutdown()
+        store.server_close()
+    assert path == "/otlp/v1/logs"
+    told = ExportLogsServiceRequest.FromString(body).resource_logs[0]
+    assert told.scope_logs[0].log_records[0].body.string_value == "out of memory"
+    assert "that-logs" in {each.value.string_value for each in told.resource.attributes}
