@@ -645,7 +645,7 @@ REQUEST_SPAN = Span(
 )  # fmt: skip
 GUARD_SPAN = Span(
     "torch.memory.guard",
-    "One cycle of the guard, from being sick for long enough to serving again or to the end of the process: "
+    "One cycle of the guard, from being sick for long enough to serving again or to wanting a restart: "
     "INTERNAL, with an event for each transition.",
     (GUARD_REASON, GUARD_STEERS, GUARD_OUTCOME, GUARD_HEADROOM_WON, GUARD_RELEASED, GUARD_SECONDS,
      GUARD_REFUSED),

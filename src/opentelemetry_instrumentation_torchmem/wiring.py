@@ -133,7 +133,9 @@ class Wiring:
             self._when_imported("torch", oom.torch_imported)
         self._targets.install()
         track.activate(self._requests, config.span)
-        self._rooms = rooms.Rooms(sampler, windows, self._captures, self._growth, telemetry)
+        self._rooms = rooms.Rooms(
+            sampler, windows, self._captures, self._growth, telemetry, settle=self._requests.drain
+        )
         rooms.wire(self._rooms)
         _live.add(self)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import wrapt
@@ -25,6 +26,8 @@ class Rooms:
     captures: CaptureWatch
     growth: Growth
     telemetry: OwnTelemetry
+    settle: Callable[[], object]
+    """Ends what was given up and is still called open."""
 
     @classmethod
     def alone(cls) -> Rooms:
@@ -33,7 +36,8 @@ class Rooms:
         survey = Survey(telemetry, windows, captures)
         wrapt.register_post_import_hook(pools.install, "torch.cuda.memory")
         wrapt.register_post_import_hook(captures.install, "torch.cuda.graphs")
-        return cls(Sampler(telemetry, pools, windows, survey=survey), windows, captures, Growth(), telemetry)
+        sampler = Sampler(telemetry, pools, windows, survey=survey)
+        return cls(sampler, windows, captures, Growth(), telemetry, settle=_nothing)
 
     def begin_anew(self) -> None:
         """In a forked child: no lock of the parent's, none of its requests, none of its figures."""
@@ -41,6 +45,9 @@ class Rooms:
         self.windows.begin_anew()
         self.sampler.begin_anew()
         self.growth.begin_anew()
+
+
+def _nothing() -> None: ...
 
 
 _wired: Rooms | None = None
