@@ -21,7 +21,7 @@ _LOOK = 0.002
 class Lane:
     """The arrivals of one thread's event loop. Its count is written on that thread alone."""
 
-    __slots__ = ("_waiting", "count", "loop", "thread")
+    __slots__ = ("_draining", "_waiting", "count", "loop", "thread")
 
     def __init__(self) -> None:
         self.count = 0
@@ -29,30 +29,46 @@ class Lane:
         self.thread = get_ident()
         self.loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[asyncio.Future[None]] = set()
+        self._draining: set[asyncio.Future[None]] = set()
 
     def wake(self) -> None:
-        """On its own thread: all that wait look again."""
+        """On its own thread: all that wait at the gate look again."""
         for waiting in self._waiting:
-            if not waiting.done():
-                waiting.set_result(None)
+            _done(waiting)
 
-    def wake_threadsafe(self) -> None:
-        """From any thread."""
+    def drain(self) -> None:
+        """On its own thread: all that wait for a drain know."""
+        for waiting in self._draining:
+            _done(waiting)
+
+    def call(self, what: Callable[[], None]) -> None:
+        """From any thread: on its own."""
         loop = self.loop
         if loop is not None:
             try:
-                loop.call_soon_threadsafe(self.wake)
+                loop.call_soon_threadsafe(what)
             except RuntimeError:  # the loop has ended, and with it who waited
                 self.loop = None
+
+    def until_drained(self) -> asyncio.Future[None]:
+        """Done at the next drain; to be forgotten by whoever asked."""
+        self.loop = loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[None] = loop.create_future()
+        self._draining.add(waiting)
+        return waiting
+
+    def forget(self, waiting: asyncio.Future[None]) -> None:
+        """That one waits no more."""
+        self._draining.discard(waiting)
 
     async def opened(self, gate: Gate, until: float) -> bool:
         """Wait until the gate opens; False if it has not by the monotonic time ``until``."""
         self.loop = loop = asyncio.get_running_loop()  # before the look: who opens wakes the loops it knows
         waiting = loop.create_future()
         self._waiting.add(waiting)
-        timer = loop.call_later(max(0.0, until - monotonic()), _give_up, waiting)
+        timer = loop.call_later(max(0.0, until - monotonic()), _done, waiting)
         try:
-            if gate.closed:
+            if gate.closed and not gate.refuses:
                 await waiting
         finally:
             timer.cancel()
@@ -60,7 +76,7 @@ class Lane:
         return not gate.closed
 
 
-def _give_up(waiting: asyncio.Future[None]) -> None:
+def _done(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
 
@@ -73,6 +89,8 @@ class Gate:
         """``arrival_limit`` is the longest that an arrival waits, in seconds."""
         self.closed = False
         self.shut = False
+        self.refuses = False
+        """For good: who waits need wait no longer."""
         self.arrival_limit = arrival_limit
         self.held = 0
         """Arrivals that had to wait, so far."""
@@ -115,7 +133,7 @@ class Gate:
             if not opened and monotonic() >= until and not self.shut:
                 return True
             lane.count -= 1
-            if monotonic() >= until:
+            if self.refuses or monotonic() >= until:
                 return False
 
     # arrivals on threads
@@ -127,7 +145,7 @@ class Gate:
         with self._threads:
             if self.closed:
                 self.held += 1
-                self._threads.wait_for(lambda: not self.closed, max(0.0, until - monotonic()))
+                self._threads.wait_for(lambda: self.refuses or not self.closed, max(0.0, until - monotonic()))
             passes = not (self.closed and self.shut)
             self._in_threads += passes
         try:
@@ -156,8 +174,21 @@ class Gate:
 
     def open(self) -> None:
         """Let all pass that wait."""
+        self.closed = False
+        self._wake()
+
+    def refuse(self) -> None:
+        """Closed, shut, and for good: what arrives is refused at once, and so is who waits."""
+        self.closed = self.shut = self.refuses = True
+        self._wake()
+
+    def _wake(self) -> None:
         with self._threads:
-            self.closed = False
             self._threads.notify_all()
         for lane in tuple(self._lanes.values()):
-            lane.wake_threadsafe()
+            lane.call(lane.wake)
+
+    def drain(self) -> None:
+        """Tell all that wait for a drain."""
+        for lane in tuple(self._lanes.values()):
+            lane.call(lane.drain)

@@ -84,8 +84,9 @@ class Action(Enum):
 class Timing:
     """How long each state lasts. Seconds."""
 
-    sick_for: float = 60.0
-    """The evidence of being sick must span this much before anything is done."""
+    sick_for: float | None = None
+    """The evidence of being sick must span this much before anything is done; None for what the policy
+    says."""
     cool_down: float = 300.0
     """Between the end of one cycle and the beginning of the next, at least."""
     probe_period: float = 10.0
@@ -107,6 +108,8 @@ class Timing:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None and field.name == "sick_for":
+                continue
             if not isinstance(value, (int, float)) or not 0 <= value < inf:
                 raise ValueError(f"torchmem: {field.name}={value!r} is not allowed (a number from 0 up)")
         if self.drain_limit < self.min_not_ready:
@@ -166,6 +169,7 @@ class Machine:
 
     def __init__(self, timing: Timing, now: float, told: Told = _nobody) -> None:
         self.timing = timing
+        self._sick_for = 60.0 if timing.sick_for is None else timing.sick_for
         self.state = State.SERVING
         self.steers = True
         self.shut = False
@@ -184,7 +188,12 @@ class Machine:
     @property
     def ready(self) -> bool:
         """Whether new traffic is welcome here."""
-        return self.state is State.SERVING or not self.steers
+        return not self.shut and (self.state is State.SERVING or not self.steers)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether this cycle may come to that."""
+        return self._may_restart
 
     @property
     def reason(self) -> str:
@@ -198,7 +207,7 @@ class Machine:
 
     def judged(self, sick: bool | None, reason: str, as_of: float, now: float) -> tuple[Action, ...]:
         """What the policy said while serving."""
-        if self.state is not State.SERVING or sick is None:
+        if self.state is not State.SERVING:
             return ()
         if not sick:
             self._sick_since = None
@@ -206,7 +215,7 @@ class Machine:
         self._reason = reason
         if self._sick_since is None or as_of < self._sick_since:
             self._sick_since = as_of
-        if as_of - self._sick_since < self.timing.sick_for or self._cooling(now) or self._asking:
+        if as_of - self._sick_since < self._sick_for or self._cooling(now) or self._asking:
             return ()
         self._asking = True
         return (Action.TAKE_PLACE,)
@@ -230,7 +239,7 @@ class Machine:
             return self._draining(idle, now)
         if self.state is State.CLEARING:
             if self._past(self.timing.clear_limit + self.timing.hold_limit, now):
-                return self._back(Transition.FAILED, "clearing did not end within its limit", now)
+                return self._hung("clearing did not end within its limit", now)
             return ()
         if self.state is State.RESTART_WANTED:
             if self._past(self.timing.restart_limit, now) and not self.shut:
@@ -240,6 +249,11 @@ class Machine:
                 self._exited = True
                 return (Action.EXIT,)
         return ()
+
+    def _hung(self, reason: str, now: float) -> tuple[Action, ...]:
+        if self._may_restart:
+            return self._want_restart(reason, now)
+        return self._back(Transition.FAILED, reason, now)
 
     def _draining(self, idle: bool, now: float) -> tuple[Action, ...]:
         drained_for = now - self._drained_since
@@ -259,8 +273,10 @@ class Machine:
     ) -> tuple[Action, ...]:
         """How ``CLEAR`` or ``GATE_AND_CLEAR`` has ended."""
         if result is Result.MISSING:  # even if it was given up meanwhile: what is missing stays so
-            self.shut = True
-            return self._want_restart(reason, now)
+            was_ready, self.shut = self.ready, True
+            return self._want_restart(reason, now, was_ready)
+        if self.state is State.RESTART_WANTED and result is Result.WELL and not (self.shut or self._exited):
+            return self._back(Transition.RECOVERED, reason, now)  # it has ended, late
         if self.state is not State.CLEARING:
             return ()
         if result is Result.BUSY:
@@ -276,10 +292,11 @@ class Machine:
             return self._back(Transition.STILL_SICK, reason, now)
         return self._want_restart(reason, now)
 
-    def _want_restart(self, reason: str, now: float) -> tuple[Action, ...]:
+    def _want_restart(self, reason: str, now: float, was_ready: bool | None = None) -> tuple[Action, ...]:
         if self.state is State.RESTART_WANTED:
             return ()
-        was_ready = self.ready
+        was_ready = self.ready if was_ready is None else was_ready
+        self._reason = reason
         self._enter(State.RESTART_WANTED, Transition.RESTART_WANTED, reason, now)
         not_ready = (Action.NOT_READY,) if was_ready and not self.ready else ()
         return (*not_ready, Action.WANT_RESTART)
