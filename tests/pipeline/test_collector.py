@@ -204,7 +204,8 @@ def test_by_remote_write_metrics_arrive_under_the_same_names_and_labels(
 ) -> None:
     environment = {"REMOTE_WRITE_URL": f"{receiving.url}/api/v1/write"}
     with collector(tmp_path, SETS[2], environment=environment) as otelcol:
-        sender = Sender(otelcol.grpc, "by-remote-write", resource={"service.namespace": "test"})
+        resource = {"service.namespace": "test", "k8s.pod.name": "pod-0"}
+        sender = Sender(otelcol.grpc, "by-remote-write", resource=resource)
         sender.meter.create_counter("torch.memory.turnover", "By").add(7, {"torch.device": "cuda:0"})
         assert sender.send_metrics()
         labels = f'job="test/by-remote-write",instance="{sender.instance}"'
