@@ -125,14 +125,14 @@ class Group:
 
 
 def normalised() -> Iterator[Record]:
-    """One recording rule for each metric, three for each histogram."""
+    """One recording rule for each metric, three for each histogram, with fewer labels on the many buckets."""
     for row in ROWS:
         attributes = tuple(label(attribute) for attribute in row.attributes)
         if row.kind is not Kind.HISTOGRAM:
             yield Record(recorded_name(row), _either(row, "", "max", attributes), row.about)
             continue
-        kept = tuple(name for name in attributes if name not in ("torch_memory_exclusive", "error_type"))
-        for part, labels in (("_bucket", (*kept, "le")), ("_count", kept), ("_sum", kept)):
+        fewer = tuple(name for name in attributes if name not in ("torch_memory_exclusive", "error_type"))
+        for part, labels in (("_bucket", (*fewer, "le")), ("_count", attributes), ("_sum", attributes)):
             yield Record(recorded_name(row) + part, _either(row, part, "sum", labels), row.about)
 
 

@@ -235,6 +235,16 @@ def of_the_table() -> Known:
     return known
 
 
+def namings() -> dict[str, tuple[str, ...]]:
+    """Each name of a metric in Prometheus, or of a part of a histogram, -> all that it may have."""
+    found: dict[str, tuple[str, ...]] = {}
+    for row in source.ROWS:
+        for part in ("_bucket", "_count", "_sum") if row.kind is Kind.HISTOGRAM else ("",):
+            names = tuple(name + part for name in source.prometheus_names(row))
+            found |= dict.fromkeys(names, names)
+    return found
+
+
 def _values(attribute: Attribute) -> tuple[str, ...] | None:
     if attribute.members is not None:
         return tuple(attribute.members)

@@ -28,16 +28,17 @@ def test_every_expression_parses_and_names_only_what_is_defined(parser, known, o
     assert [fault for each in found for fault in expressions.faults(each, parser, known)] == []
 
 
-def test_a_rule_stands_on_the_normalised_layer_alone(parser):
-    """And so do boards and the runbook, but for exemplars, which are on the raw buckets."""
+def test_rules_and_runbook_stand_on_the_normalised_layer_and_boards_work_under_either_naming(parser):
     recorded = {rule["record"] for rule in expressions.ordered() if "record" in rule}
-    raw = set(expressions.of_the_table().metrics) - set(expressions.FOREIGN)
+    same = expressions.namings()
     for each in expressions.everything():
         names = {expressions.name_of(selector) for selector in expressions.selectors(parser.tree(each.text))}
-        if not each.where.startswith("rules/normalise.yaml"):
-            used = {name for name in names & raw if not name.endswith("_bucket")}
-            assert used == set(), each
-            assert names <= recorded | raw | set(expressions.FOREIGN), each
+        raw = names & set(same)
+        assert names - raw <= recorded | set(expressions.FOREIGN), each
+        if each.where.startswith(("grafana/", "rules/normalise.yaml")):  # exemplars are on raw buckets alone
+            assert raw == {name for one in raw for name in same[one]}, each
+        else:
+            assert raw == set(), each
 
 
 @pytest.mark.parametrize(
