@@ -695,6 +695,120 @@ def test_a_snapshot_of_the_same_sums_and_another_moment_splits_no_ledger(gpu):
     assert reserved - allocated == 20 * MIB
 
 
+# ---- private pools, settings ----
+
+
+def absences(watched) -> list[str]:
+    points = watched.all("torch.memory.telemetry.absent")
+    return sorted(labels["torch.memory.telemetry.absence"] for labels, count in points if count)
+
+
+@native.body
+@expandable.body
+def pools_with_owners() -> dict:
+    import torch
+
+    before = take(70 * MIB)
+    older = torch.cuda.CUDAGraph()  # captured before anybody watched
+    with torch.cuda.graph(older):
+        take(60 * MIB, torch.cuda.current_stream())
+    clock = Clock()
+    watched = Watched()
+
+    def look() -> dict:
+        clock.pass_by(3600)
+        assert watched.takes_one()
+        return {**watched.figures(), "absent": absences(watched)}
+
+    def left() -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() - torch.cuda.memory_stats()["active_bytes.all.current"]
+
+    told = {"older": [look(), left()]}
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
+    with torch.cuda.graph(graph):
+        take(80 * MIB, torch.cuda.current_stream())
+    with torch.cuda.use_mem_pool(pool):
+        inside = take(20 * MIB)
+        take(40 * MIB)
+    holes = [take(3 * MIB) for _ in range(10)][::2]
+    told["owned"] = [look(), left()]
+    graph.reset()
+    told["reset"] = [look(), left()]
+    told["flushed"] = [look(), left()]
+    return {**told, "kept": [len(holes), inside.numel(), before.numel(), pool.use_count()]}
+
+
+@both_modes
+def test_free_memory_of_graphs_and_pools_that_live_is_trapped_and_of_others_it_is_not_said(gpu, together):
+    got = together(gpu, pools_with_owners)
+    for name in ("older", "owned", "flushed"):
+        told, left = got[name]
+        assert left >= 60 * MIB
+        assert (told["split_free"], told["fragmentation"]) == (left, left / told["reserved"]), name
+        assert "private_pools" not in told["absent"]
+    told, _ = got["reset"]
+    assert told["fragmentation"] is told.get("split_free") is None
+    assert told["cached"] == told["reserved"] - told["active"]
+    assert "private_pools" in told["absent"]
+    assert told["headroom"] >= told["free"] - 20 * MIB
+
+
+def on_two_devices() -> dict:
+    import torch
+
+    older = torch.cuda.MemPool()  # of which device it is nobody can tell
+    clock = Clock()
+    watched = Watched(sampling="always")
+    pool = torch.cuda.MemPool()
+    kept = []
+    for device in (0, 1):
+        with torch.cuda.use_mem_pool(pool, device=device):
+            kept.append(torch.empty(20 * MIB, dtype=torch.uint8, device=f"cuda:{device}"))
+            torch.empty(20 * MIB, dtype=torch.uint8, device=f"cuda:{device}")
+    clock.pass_by(3600)
+    watched.collect()
+    told = [watched.ledger(f"cuda:{device}").get("split_free") for device in (0, 1)]
+    with torch.cuda.use_mem_pool(older, device=0):
+        torch.empty(20 * MIB, dtype=torch.uint8, device="cuda")
+    clock.pass_by(3600)
+    watched.collect()
+    return {"told": told, "then": watched.ledger("cuda:0").get("split_free"), "kept": len(kept)}
+
+
+def test_a_pool_has_an_owner_on_the_device_it_was_made_on_alone(gpu):
+    got = gpu.run(on_two_devices, memory="1GiB", devices=2, alloc_conf=EXPANDABLE)
+    assert got["told"] == [20 * MIB, None]
+    assert got["then"] is None
+
+
+@native.body
+def settings_at_run_time() -> list:
+    import torch
+    from emulator import control
+
+    clock = Clock()
+    watched = Watched()
+    told = []
+    for text in ("expandable_segments:True", "max_split_size_mb:64", "roundup_power2_divisions:4"):
+        torch._C._accelerator_setAllocatorSettings(text)
+        kept = [take(30 * MIB) for _ in range(3)]
+        del kept[::2]
+        clock.pass_by(3600)
+        assert watched.takes_one()
+        told.append(
+            [watched.headroom, *map(control.would_fit, (watched.headroom, watched.headroom + 40 * MIB))]
+        )
+    return told
+
+
+def test_settings_that_came_one_after_another_at_run_time_are_all_reckoned_with(gpu):
+    """The runtime tells the string that was set last: by that alone expandable segments would be off."""
+    told = native(gpu, settings_at_run_time)
+    assert [fits for _, *fits in told] == [[True, False]] * 3
+    assert all(headroom > 800 * MIB for headroom, *_ in told)
+
+
 # ---- other backends ----
 
 
