@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what Kubernetes needs of the other folders: the rules as a PrometheusRule, the collector's files as a
+"""Writes what Kubernetes needs of the other folders: rules as a PrometheusRule, the collector's files as a
 ConfigMap, its two metrics ports as a ServiceMonitor.
 
 python collector-config/kubernetes/generate.py          write them

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grafana's files, by structure: there is no Grafana here. That their queries return data is shown by
+test_expressions.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from .expressions import Expression, Parser, faults, in_dashboards, of_the_table, recorded, without_variables
+from .servers import CONFIG, prometheus
+
+GRAFANA = CONFIG / "grafana"
+BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
+SOURCES = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "torchmem.yaml").read_text())[
+    "datasources"
+]
+BUILT_IN = {"__rate_interval", "__range", "__interval", "__data", "__field", "__url_time_range", "__all"}
+COLUMNS = 24
+
+
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+ALL_PANELS = [
+    pytest.param(name, panel, id=f"{name}: {panel['title']}")
+    for name, board in BOARDS.items()
+    for panel in panels(board)
+]
+
+
+def texts(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, dict):
+        for each in node.values():
+            yield from texts(each)
+    elif isinstance(node, list):
+        for each in node:
+            yield from texts(each)
+
+
+def build(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, GRAFANA / "build.py", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="Grafana's builder needs Python 3.11; the files are committed"
+)
+def test_the_committed_dashboards_are_what_the_tables_make_with_grafanas_own_types():
+    done = build("--check")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_there_is_a_board_for_the_allocator_the_requests_and_the_fleet():
+    assert set(BOARDS) == {"torchmem-allocator", "torchmem-requests", "torchmem-fleet"}
+    assert all(board["uid"] == name for name, board in BOARDS.items())
+
+
+@pytest.mark.parametrize(("name", "panel"), ALL_PANELS)
+def test_a_panel_says_what_it_shows_in_which_unit_and_from_where_it_is_bad(name: str, panel: dict[str, Any]):
+    defaults = panel["fieldConfig"]["defaults"]
+    assert len(panel["description"]) > 10
+    assert panel["description"].endswith(".")
+    assert defaults["unit"]
+    steps = defaults["thresholds"]["steps"]
+    assert steps[0]["value"] is None, "the first colour holds from nothing on"
+    values = [step["value"] for step in steps[1:]]
+    assert values == sorted(values)
+    assert panel["targets"]
+    letters = [target["refId"] for target in panel["targets"]]
+    assert letters == sorted(set(letters))
+    assert all(
+        target["datasource"]["uid"] in ("${metrics}", "${traces}", "${logs}") for target in panel["targets"]
+    )
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_panels_have_ids_of_their_own_and_do_not_overlap(board: dict[str, Any]):
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: dict[tuple[int, int], str] = {}
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= COLUMNS
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, f"{panel['title']} lies over {taken[x, y]}"
+                taken[x, y] = panel["title"]
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_every_variable_that_is_used_is_there_and_every_one_that_is_there_is_used(board: dict[str, Any]):
+    there = {variable["name"] for variable in board["templating"]["list"]}
+    used = {
+        found[1] or found[2]
+        for text in texts(
+            {"panels": board["panels"], "variables": board["templating"], "marks": board["annotations"]}
+        )
+        for found in re.finditer(r"\$(?:\{(\w+)|(\w+))", text)
+    }
+    assert used - BUILT_IN == there
+
+
+def test_service_instance_and_device_can_be_chosen():
+    choices = {
+        name: {variable["name"] for variable in board["templating"]["list"]} for name, board in BOARDS.items()
+    }
+    assert choices["torchmem-allocator"] >= {"service", "instance", "device"}
+    assert choices["torchmem-requests"] >= {"service", "instance", "operation"}
+    assert choices["torchmem-fleet"] >= {"service"}
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_a_link_leads_to_a_board_that_is_there_and_sets_only_variables_that_it_has(board: dict[str, Any]):
+    links = [text for text in texts(board) if text.startswith("/d/")]
+    assert links
+    for link in links:
+        uid = link.removeprefix("/d/").partition("?")[0]
+        assert uid in BOARDS
+        known = {variable["name"] for variable in BOARDS[uid]["templating"]["list"]}
+        assert set(re.findall(r"[?&]var-(\w+)=", link)) <= known
+
+
+def test_the_ledger_is_stacked_to_the_limit_which_is_not_part_of_the_stack():
+    (ledger,) = [panel for panel in panels(BOARDS["torchmem-allocator"]) if panel["title"] == "The ledger"]
+    assert ledger["fieldConfig"]["defaults"]["custom"]["stacking"]["mode"] == "normal"
+    (outline,) = [
+        override["properties"]
+        for override in ledger["fieldConfig"]["overrides"]
+        if override["matcher"]["options"] == "limit" and len(override["properties"]) > 1
+    ]
+    assert {"id": "custom.stacking", "value": {"mode": "none", "group": "outline"}} in outline
+
+
+def test_exemplars_are_asked_for_on_raw_buckets_alone():
+    asked = {
+        target["expr"]
+        for board in BOARDS.values()
+        for panel in panels(board)
+        for target in panel["targets"]
+        if target.get("exemplar")
+    }
+    assert len(asked) >= 4
+    for expression in asked:
+        assert "torchmem:" not in expression, "a recorded series has no exemplars"
+        assert "_bucket{" in expression
+
+
+# ------------------------------------------------------------------------------------------- the data sources
+
+
+def by_type(kind: str) -> dict[str, Any]:
+    (source,) = [source for source in SOURCES if source["type"] == kind]
+    return source
+
+
+def test_an_exemplar_opens_its_trace():
+    (link,) = by_type("prometheus")["jsonData"]["exemplarTraceIdDestinations"]
+    assert link["name"] == "trace_id"
+    assert link["datasourceUid"] == by_type("tempo")["uid"]
+
+
+def test_a_trace_leads_to_the_metrics_of_its_instance_and_to_its_logs():
+    tempo = by_type("tempo")["jsonData"]
+    assert tempo["tracesToMetrics"]["datasourceUid"] == by_type("prometheus")["uid"]
+    assert {"key": "service.instance.id", "value": "instance"} in tempo["tracesToMetrics"]["tags"]
+    assert tempo["tracesToLogsV2"]["datasourceUid"] == by_type("loki")["uid"]
+    assert "$${__trace.traceId}" in tempo["tracesToLogsV2"]["query"]
+    (field,) = by_type("loki")["jsonData"]["derivedFields"]
+    assert field["datasourceUid"] == by_type("tempo")["uid"]
+
+
+def test_every_source_that_is_linked_to_is_there():
+    uids = [source["uid"] for source in SOURCES]
+    assert len(set(uids)) == len(uids)
+    for source in SOURCES:
+        for key, value in _pairs(source):
+            if key == "datasourceUid":
+                assert value in uids
+
+
+def _pairs(node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield key, value
+            yield from _pairs(value)
+    elif isinstance(node, list):
+        for each in node:
+            yield from _pairs(each)
+
+
+def test_the_queries_from_traces_and_the_boards_name_only_what_there_is(tmp_path):
+    linked = [
+        Expression(
+            query["query"].replace("$$__tags", 'instance=~".*"'), f"datasources: {query['name']}", False, ""
+        )
+        for query in by_type("tempo")["jsonData"]["tracesToMetrics"]["queries"]
+    ]
+    assert len(linked) >= 4
+    with prometheus(tmp_path, "prometheus-push.yaml") as server:
+        parser = Parser(server)
+        known = recorded(parser, of_the_table())
+        found = [fault for each in (*linked, *in_dashboards()) for fault in faults(each, parser, known)]
+    assert found == []
+
+
+def test_no_variable_of_grafanas_is_left_in_what_prometheus_is_asked():
+    assert without_variables('x{a=~"$service"}[$__rate_interval]') == 'x{a=~".*"}[5m]'
+    assert not [each.where for each in in_dashboards() if "$" in each.text]
