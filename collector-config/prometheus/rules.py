@@ -48,7 +48,6 @@ HEADER = (
 )
 RUNBOOK = "https://torchmem.example/docs/RUNBOOK.md"
 """Where docs/RUNBOOK.md is served; ``#<alert>`` is added."""
-INTERVAL = "<30s>"
 IDENTITY = ("job", "instance")
 """Who tells: on both paths ``job`` is ``service.namespace/service.name``, ``instance`` is
 ``service.instance.id``. Add what your own scraping adds (``cluster``, say) if it has to survive."""
@@ -409,14 +408,9 @@ def runbook(alert: str) -> str:
 
 
 def groups(file: str, scale: float = 1) -> list[dict[str, Any]]:
-    """A file's groups, as Prometheus and a PrometheusRule have them."""
+    """A file's groups, as Prometheus and a PrometheusRule have them; evaluated as often as Prometheus says."""
     return [
-        {
-            "name": group.name,
-            "interval": scaled(INTERVAL, scale),
-            "rules": [_rule(row, scale) for row in group.rules],
-        }
-        for group in FILES[file]
+        {"name": group.name, "rules": [_rule(row, scale) for row in group.rules]} for group in FILES[file]
     ]
 
 
