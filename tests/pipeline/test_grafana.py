@@ -9,14 +9,18 @@ import json
 import re
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
 from .expressions import Expression, Parser, faults, in_dashboards, of_the_table, recorded, without_variables
 from .servers import CONFIG, prometheus
+from .simulate import record
 
 GRAFANA = CONFIG / "grafana"
 BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
@@ -160,6 +164,32 @@ def test_exemplars_are_asked_for_on_raw_buckets_alone():
     for expression in asked:
         assert "torchmem:" not in expression, "a recorded series has no exemplars"
         assert "_bucket{" in expression
+
+
+def test_prometheus_finds_the_exemplars_by_the_boards_own_queries(tmp_path, emulation):
+    """What a process really exports, pushed; asked as Grafana asks, by the panel's query."""
+    export = ExportMetricsServiceRequest(resource_metrics=[record()])
+    with prometheus(tmp_path, "prometheus-push.yaml") as server:
+        request = urllib.request.Request(
+            f"{server.url}/api/v1/otlp/v1/metrics",
+            data=export.SerializeToString(),
+            headers={"Content-Type": "application/x-protobuf"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.status == 200
+        for name, panel in [each.values for each in ALL_PANELS]:
+            for target in panel["targets"]:
+                if not target.get("exemplar"):
+                    continue
+                found = server.get(
+                    "query_exemplars",
+                    query=without_variables(target["expr"]),
+                    start=time.time() - 600,
+                    end=time.time() + 60,
+                )
+                told = [exemplar for series in found for exemplar in series["exemplars"]]
+                assert told, f"{name}: {panel['title']}"
+                assert all(len(exemplar["labels"]["trace_id"]) == 32 for exemplar in told)
 
 
 # ------------------------------------------------------------------------------------------- the data sources
