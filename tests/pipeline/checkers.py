@@ -52,9 +52,14 @@ def schema(kind: str) -> dict[str, Any]:
     raise KeyError(f"the Prometheus operator has no {kind}")
 
 
+def types() -> Path:
+    """Where OpenTelemetry's operator's published types are. Raises CannotBuild without npm or its registry."""
+    return _made("instrumentation", _install_types)
+
+
 def instrumentation(resource: dict[str, Any]) -> list[str]:
     """What the published types have against an Instrumentation: by tsc, and by the schema beside them."""
-    folder = _made("instrumentation", _install_types)
+    folder = types()
     module = "@kubernetes-models/opentelemetry-operator/opentelemetry.io/v1alpha1/Instrumentation"
     literal = json.dumps(resource)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
