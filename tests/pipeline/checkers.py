@@ -53,7 +53,7 @@ def schema(kind: str) -> dict[str, Any]:
 
 
 def types() -> Path:
-    """Where OpenTelemetry's operator's published types are. Raises CannotBuild without npm or its registry."""
+    """Where the published types of OpenTelemetry's operator are. Raises CannotBuild where npm has none."""
     return _made("instrumentation", _install_types)
 
 
