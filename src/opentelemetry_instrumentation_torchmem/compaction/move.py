@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All storages of some modules out, the cache emptied, all of them back.
+
+Nothing leaves the device before all of it is in host memory, and no host copy goes before its storage is
+back: whatever fails in between, each byte is in one place or the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import groupby
+from time import perf_counter
+from typing import Any
+
+from ..allocator.rules import Rules
+from ..allocator.snapshot import Limits, analyse
+from ..allocator.source import NATIVE, Source, initialised_torch
+from ..guard.steps import CompactionOutcome
+from ..package import NAME
+from .copies import Copier
+from .host import HostMemory, host_memory
+from .storages import Found, Home, RefusedError, locate, storages
+
+_logger = logging.getLogger(NAME)
+HOST_RESERVE = 256 << 20
+"""Host memory that is left to others, in bytes."""
+_STEP = 512
+
+UNSEEN = (
+    "consumers of the memory that torch does not know of: DLPack (CuPy, JAX), another process by CUDA IPC, "
+    "addresses registered with NCCL or kept by an extension or by a graph that torch did not capture",
+)
+"""What a compaction cannot see, and may have broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted(CompactionOutcome):
+    """What came of one compaction, in full. Bytes."""
+
+    reason: str | None = None
+    """Of a refusal: one of ``REFUSALS``."""
+    storages: int = 0
+    """How many were moved."""
+    seconds: float = 0.0
+    headroom_before: int | None = None
+    """On the devices concerned, in sum; None where it cannot be told."""
+    headroom_after: int | None = None
+    left: int | None = None
+    """Live on these devices and not among what was given: it stayed where it was."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A storage whose bytes are in host memory."""
+
+    found: Found
+    host: Any
+    out: bool = False
+    """It may have no memory of its own, or not its bytes in it."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one run knows."""
+
+    torch: Any
+    source: Source
+    devices: Sequence[int] = ()
+    before: int | None = None
+    left: int | None = None
+    moved: int = 0
+    storages: int = 0
+    errors: list[Exception] = field(default_factory=list[Exception])
+
+
+class Compaction:
+    """Moves the memory of modules and tensors closer together, so that what was trapped between is free.
+
+    Tensors, their views, ties and gradients stay the objects that they are, with their values and strides;
+    only their addresses change. While it runs **nothing may touch them**: what is out has no memory. It
+    refuses, before anything is moved, what it would break (``REFUSALS``). Calling it never raises.
+
+    Example:
+        >>> guard = MemoryGuard(compact=Compaction(model, {"cache": cache}))
+    """
+
+    def __init__(
+        self,
+        *things: object,
+        host: Callable[[], HostMemory | None] = host_memory,
+        host_reserve: int = HOST_RESERVE,
+    ) -> None:
+        """``things``: modules, tensors, and lists, tuples and dicts of them; looked at anew each time.
+
+        ``host`` tells how much host memory there is, of which ``host_reserve`` bytes are left to others.
+        """
+        self._things = things
+        self._host = host
+        self._reserve = host_reserve
+        self._kept: list[_Kept] = []
+        """Not back yet."""
+        self._running = threading.Lock()
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are in host memory alone: what was free on the device is gone."""
+        return sum(kept.found.size for kept in tuple(self._kept) if kept.out)
+
+    def __call__(self) -> Compacted:
+        """Compact now. It takes the time of two copies of all of it."""
+        return self._run(self._compact)
+
+    def bring_back(self) -> Compacted:
+        """Try again to bring back what is missing, as when its memory is free again."""
+        return self._run(self._bring_back)
+
+    def _run(self, act: Callable[[_Work], None]) -> Compacted:
+        began = perf_counter()
+        if not self._running.acquire(blocking=False):
+            return _refusal(RefusedError("busy"))
+        try:
+            work = _begin()
+            _elsewhere(act, work)
+            if self._kept:  # once more: what could not come back before the others may fit now
+                _elsewhere(self._bring_back, work)
+            return self._outcome(work, perf_counter() - began)
+        except RefusedError as error:
+            return _refusal(error)
+        except Exception as error:  # a fault of this package's, before or after anything was moved
+            return _refusal(RefusedError("failed", _in_brief(error)))
+        finally:
+            self._running.release()
+
+    def _compact(self, work: _Work) -> None:
+        if self._kept:
+            raise RefusedError("busy")
+        torch = work.torch
+        _check_graphs(torch)
+        found = locate(storages(self._things, torch), work.source.snapshot()["segments"])
+        if not found:
+            raise RefusedError("nothing")
+        self._check_host(sum(each.size for each in found))
+        work.devices = sorted({each.home.device for each in found})
+        for device in work.devices:
+            torch.cuda.synchronize(device)
+        work.before, allocated = _measured(work)
+        work.left = None if allocated is None else allocated - sum(each.block for each in found)
+        copies = _copied_out(found, torch)
+        self._kept = copies  # from here on nothing raises that leaves a byte nowhere
+        for kept in copies:
+            kept.out = True
+            kept.found.storage.resize_(0)
+        self._bring_back(work)
+
+    def _check_host(self, size: int) -> None:
+        there = self._host()
+        if there is None:
+            raise RefusedError("host_memory", "how much there is cannot be told here")
+        if size + self._reserve > there.available:
+            raise RefusedError(
+                "host_memory",
+                f"{size:,} bytes and {self._reserve:,} to be left, {there.available:,} available by "
+                f"{there.origin}",
+            )
+
+    def _bring_back(self, work: _Work) -> None:
+        self._kept = [kept for kept in self._kept if kept.out]
+        work.devices = work.devices or sorted({kept.found.home.device for kept in self._kept})
+        work.torch.cuda.empty_cache()
+        copier = Copier(work.torch)
+        for home, some in groupby(sorted(self._kept, key=_order), key=_home):
+            with _at(home, work.torch):
+                self._bring_home(list(some), copier, work)
+
+    def _bring_home(self, waiting: Sequence[_Kept], copier: Copier, work: _Work) -> None:
+        """Those of one place, the largest first: at first those that fill a segment of their own."""
+        rules = Rules.of(work.source.settings())
+        filling = [kept for kept in waiting if rules.asked(_rounded(kept)) == _rounded(kept)]
+        others = [kept for kept in waiting if all(kept is not each for each in filling)]
+        for some in (filling, others):
+            if some is others:
+                _make_room(others, rules, work)
+            for kept in some:
+                try:
+                    if kept.found.storage.nbytes() < kept.found.size:
+                        kept.found.storage.resize_(kept.found.size)
+                    copier.to_device(kept.host, kept.found.storage)
+                except Exception as error:  # noqa: PERF203 - it stays kept
+                    work.errors.append(error)
+                else:
+                    self._kept = [each for each in self._kept if each is not kept]
+                    work.moved += kept.found.size
+                    work.storages += 1
+
+    def _outcome(self, work: _Work, seconds: float) -> Compacted:
+        for error in work.errors:
+            if isinstance(error, RefusedError):
+                return _refusal(error)
+        error = _in_brief(work.errors[-1]) if work.errors else None
+        if error is not None:
+            _logger.warning("torchmem: in a compaction: %s", error)
+        if error is not None and not work.moved and not self.missing:
+            return _refusal(RefusedError("failed", error))
+        after = None
+        if not self.missing:
+            try:
+                after, _ = _measured(work)
+            except Exception as failed:  # it is moved all the same
+                _logger.warning("torchmem: after a compaction: %s", _in_brief(failed))
+        return Compacted(
+            moved=work.moved,
+            won=None if work.before is None or after is None else after - work.before,
+            missing=f"{self.missing:,} bytes are in host memory alone: {error}" if self.missing else None,
+            unseen=UNSEEN,
+            storages=work.storages,
+            seconds=seconds,
+            headroom_before=work.before,
+            headroom_after=after,
+            left=work.left,
+        )
+
+
+def _begin() -> _Work:
+    torch = initialised_torch()
+    if torch is None:
+        raise RefusedError("not_initialised")
+    source = Source(torch)
+    if source.backend != NATIVE:
+        raise RefusedError("backend", source.backend)
+    return _Work(torch, source)
+
+
+def _elsewhere(act: Callable[[_Work], None], work: _Work) -> None:
+    """On a thread of its own, where no pool is in use, no stream chosen, and no mode or default is set."""
+
+    def noting() -> None:
+        try:
+            with work.torch.no_grad():
+                act(work)
+        except Exception as error:
+            work.errors.append(error)
+
+    thread = threading.Thread(target=noting, name="torchmem-compaction")
+    thread.start()
+    thread.join()
+
+
+def _in_brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200].partition('. ')[0]}"
+
+
+def _refusal(error: RefusedError) -> Compacted:
+    return Compacted(refused=str(error), reason=error.reason)
+
+
+def _check_graphs(torch: Any) -> None:
+    if _graphs(torch):
+        gc.collect()  # one may be garbage in a circle
+        alive = _graphs(torch)
+        if alive:
+            raise RefusedError("captured_graphs", f"{alive}; reset and delete them first")
+
+
+def _graphs(torch: Any) -> int:
+    """CUDA graphs alive, captured or being captured; without a walk over all objects, as in ``pools``."""
+    kinds = [torch.cuda.CUDAGraph, *torch.cuda.CUDAGraph.__subclasses__()]
+    return sum(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_referrers(*kinds))
+
+
+def _copied_out(found: Sequence[Found], torch: Any) -> list[_Kept]:
+    try:
+        copier = Copier(torch)
+        kept: list[_Kept] = []
+        for each in found:
+            with _at(each.home, torch):
+                kept.append(_Kept(each, copier.to_host(each.storage, each.size)))
+    except Exception as error:
+        raise RefusedError("failed", _in_brief(error)) from error
+    return kept
+
+
+def _at(home: Home, torch: Any) -> AbstractContextManager[Any]:
+    """The stream that a storage's memory belongs to: what is allocated here belongs there again."""
+    if home.stream == 0:
+        return torch.cuda.stream(torch.cuda.default_stream(home.device))
+    return torch.cuda.stream(torch.cuda.ExternalStream(home.stream, device=home.device))
+
+
+def _make_room(waiting: Sequence[_Kept], rules: Rules, work: _Work) -> None:
+    """One segment for all that would leave a rest in segments of their own, on the current stream.
+
+    Only where a block may be split at will, and memory is not mapped in pages anyway.
+    """
+    if rules.expandable or rules.max_split is not None or rules.divisions is not None:
+        return
+    room = sum(_rounded(kept) for kept in waiting if _rounded(kept) > rules.small_most)
+    if not room:
+        return
+    torch, device = work.torch, waiting[0].found.home.device
+    driver, fraction = work.source.driver_memory(device), work.source.memory_fraction(device)
+    held = work.source.read(device).reserved or 0
+    allowed = driver.total if fraction is None else int(fraction * driver.total)
+    if rules.asked(room) <= min(driver.free, allowed - held):
+        torch.empty(room, dtype=torch.uint8, device=f"cuda:{device}")  # freed at once, and kept by the cache
+
+
+def _rounded(kept: _Kept) -> int:
+    return -(-kept.found.size // _STEP) * _STEP
+
+
+def _order(kept: _Kept) -> tuple[Home, int]:
+    return kept.found.home, -kept.found.size
+
+
+def _home(kept: _Kept) -> Home:
+    return kept.found.home
+
+
+def _measured(work: _Work) -> tuple[int | None, int | None]:
+    """The headroom, and what is allocated, of the devices concerned, in sum; None where it cannot be told."""
+    source = work.source
+    limits: dict[int, Limits] = {}
+    for device in work.devices:
+        limits[device] = Limits(
+            source.driver_memory(device), source.memory_fraction(device), source.read(device).reserved
+        )
+    maps = analyse(source.snapshot()["segments"], source.settings(), limits)
+    headrooms = [maps[device].headroom for device in work.devices]
+    known = [each.least for each in headrooms if each is not None]
+    allocated = sum(maps[device].allocated for device in work.devices)
+    return (sum(known) if len(known) == len(headrooms) else None), allocated
