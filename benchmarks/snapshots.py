@@ -1,38 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The analysis of a memory snapshot against the snapshot itself."""
+"""The analysis of a memory snapshot against the snapshot itself; what taking snapshots costs a server."""
 
 from __future__ import annotations
 
 import argparse
 import random
+import threading
+from collections.abc import Callable
+from statistics import median, quantiles
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import torch
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 
+from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor
+from opentelemetry_instrumentation_torchmem.allocator import survey
 from opentelemetry_instrumentation_torchmem.allocator.reading import DriverMemory
 from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorSettings
 from opentelemetry_instrumentation_torchmem.allocator.snapshot import Limits, analyse
+from opentelemetry_instrumentation_torchmem.requests.track import track
 
-from .harness import Figure, figures_of, interleaved, print_figures, ratio
+from .harness import Figure, figures_of, interleaved, of, print_figures, ratio
 
 BLOCKS = (1_000, 10_000, 100_000)
 
 
+INTERVAL = 10
+"""Seconds from one export to the next."""
+REQUESTS = 100 * INTERVAL
+ARRIVALS = 0.002
+"""Seconds from one request to the next, where its wait is looked at."""
+MODES = {"native": "expandable_segments:False", "expandable": "expandable_segments:True"}
+
+
 def figures(quick: bool) -> list[Figure]:
+    rounds, few = ("10", "5") if quick else ("40", "20")
+    asked = [("--analysis", str(blocks), rounds) for blocks in BLOCKS]
+    asked += [("--server", "10000", few), ("--sampled_out", "10000", few)]
+    asked += [("--pause", "100000", few)]
     return [
         figure
-        for blocks in BLOCKS
-        for conf in ("expandable_segments:False", "expandable_segments:True")
-        for figure in figures_of(
-            "snapshots", "--blocks", str(blocks), "--conf", conf, "--rounds", "10" if quick else "40"
-        )
+        for what, blocks, times in asked
+        for mode in MODES
+        for figure in figures_of("snapshots", what, blocks, "--mode", mode, "--rounds", times)
     ]
 
 
-def compare(blocks: int, conf: str, rounds: int) -> list[Figure]:
-    torch._C._accelerator_setAllocatorSettings(conf)
+def analysis(blocks: int, mode: str, rounds: int) -> list[Figure]:
     memory = holes(blocks)
-    settings = AllocatorSettings.parse(conf, "runtime")
+    settings = AllocatorSettings.parse(MODES[mode], "runtime")
     limits = {0: Limits(DriverMemory(*torch.cuda.mem_get_info(0)), fraction=1.0)}
     latest: list[Any] = []
 
@@ -43,9 +63,111 @@ def compare(blocks: int, conf: str, rounds: int) -> list[Figure]:
     count = sum(len(segment["blocks"]) for segment in latest)
     times = interleaved({"snapshot": snapshot, "ours": lambda: analyse(latest, settings, limits)}, rounds)
     del memory
-    mode = "expandable" if conf.endswith("True") else "native"
     name = f"the analysis of {count:,} blocks, {mode}"
     return [ratio(name, "the snapshot call", times, "ours", "snapshot", 0.5)]
+
+
+def server(blocks: int, mode: str, rounds: int, sampler: Sampler = ALWAYS_ON) -> list[Figure]:
+    """Each round is one interval: its requests, and a collection with a snapshot."""
+    memory = holes(blocks)
+    collect = instrumented(sampler, snapshot_share=0.1)
+    now = monotonic()
+    taken = 0
+    survey.monotonic = lambda: now
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        return analyse(*arguments, **options)
+
+    survey.analyse = counted
+
+    def export() -> None:
+        nonlocal now
+        now += INTERVAL
+        collect()
+
+    def ours() -> None:
+        for _ in range(REQUESTS):
+            with track("answer"):
+                pass
+        export()
+
+    def reads() -> None:
+        read = torch._C._accelerator_getDeviceStats
+        for _ in range(REQUESTS):
+            read(0)
+            read(0)
+
+    times = interleaved({"ours": ours, "reads": reads, "export": export}, rounds)
+    del memory
+    share = INTERVAL * 1e6 / 100  # microseconds in a percent of a core
+    above = [(a - b) / share for a, b in zip(times["ours"], times["reads"], strict=True)]
+    exports = [a / share for a in times["export"]]
+    detail = f"{median(times['ours']) / 1000:.1f} against {median(times['reads']) / 1000:.1f} ms"
+    kind = "traced" if sampler is ALWAYS_ON else "metrics alone"
+    name = f"a core's share, 100 requests/s, {kind}, {blocks:,} blocks, {mode}"
+    of_export = f"{median(times['export']) / 1000:.1f} ms; {taken} snapshots in {2 * rounds + 6} intervals"
+    return [
+        of(name, "two raw readings a request", above, "%", 0.5, detail),
+        of("of it the export and its snapshot", "nothing", exports, "%", None, of_export),
+    ]
+
+
+def sampled_out(blocks: int, mode: str, rounds: int) -> list[Figure]:
+    """The same without spans."""
+    return server(blocks, mode, rounds, ALWAYS_OFF)[:1]
+
+
+def pause(blocks: int, mode: str, rounds: int) -> list[Figure]:
+    """How much later than it should a request ends that comes while a snapshot is taken elsewhere."""
+    memory = holes(blocks)
+    collect = instrumented()
+    with_one: list[float] = []
+    without: list[float] = []
+    now = monotonic()
+    survey.monotonic = lambda: now
+    for turn in range(2 * rounds + 2):
+        due = turn % 2 == 0
+        now += 3600 * due
+        waits = with_one if due else without
+        waits.append(longest_wait(collect) * 1000)
+    del memory, with_one[0], without[0]
+    low, _, high = quantiles(with_one, n=4)
+    detail = f"median {median(with_one):.0f} ms; beside a collection without one {max(without):.0f} ms"
+    name = f"a request's longest wait for a snapshot of {blocks:,} blocks, {mode}"
+    return [
+        Figure(
+            name, f"the moment it was due; {rounds} snapshots", max(with_one), "ms", None, low, high, detail
+        )
+    ]
+
+
+def longest_wait(collect: Callable[[], object]) -> float:
+    """Seconds; of the requests that are due while another thread collects."""
+    collector = threading.Thread(target=collect)
+    longest = 0.0
+    due = perf_counter()
+    collector.start()
+    last = False
+    while not last:
+        last = not collector.is_alive()
+        due = max(due + ARRIVALS, perf_counter()) if last else due + ARRIVALS
+        sleep(max(0.0, due - perf_counter()))
+        with track("answer"):
+            pass
+        longest = max(longest, perf_counter() - due)
+    return longest
+
+
+def instrumented(sampler: Sampler = ALWAYS_ON, **options: Any) -> Callable[[], object]:
+    """Traced and metered; what collects."""
+    reader, tracers = InMemoryMetricReader(), TracerProvider(sampler)
+    tracers.add_span_processor(SpanProcessor())
+    TorchMemInstrumentor().instrument(
+        meter_provider=MeterProvider([reader]), tracer_provider=tracers, **options
+    )
+    return reader.collect
 
 
 def holes(blocks: int) -> list[Any]:
@@ -61,13 +183,21 @@ def holes(blocks: int) -> list[Any]:
     return kept[::2]
 
 
+SIDES = {each.__name__: each for each in (analysis, server, sampled_out, pause)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--blocks", type=int)
-    parser.add_argument("--conf")
+    for what in SIDES:
+        parser.add_argument(f"--{what}", metavar="BLOCKS", type=int)
+    parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--rounds", type=int)
     options = parser.parse_args()
-    print_figures(compare(options.blocks, options.conf, options.rounds))
+    torch._C._accelerator_setAllocatorSettings(MODES[options.mode])
+    for what, measure in SIDES.items():
+        blocks = getattr(options, what)
+        if blocks is not None:
+            print_figures(measure(blocks, options.mode, options.rounds))
 
 
 if __name__ == "__main__":
