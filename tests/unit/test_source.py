@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,3 +79,28 @@ def test_from_2_4_on_the_allocators_own_count_of_allocations_tells():
     for allocations, told in ((2, 0), (3, None)):
         given = statistics(segments, reserved, num_device_alloc=allocations)
         assert Source(OldTorch(given)).read(0).inactive_split == told
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_within_a_snapshot_and_the_users_choice_stays(collects):
+    torch = OldTorch(statistics({"small_pool": 0, "large_pool": 0}, {"small_pool": 0, "large_pool": 0}), [])
+    seen = []
+
+    def snapshot() -> dict[str, Any]:
+        seen.append(gc.isenabled())
+        if len(seen) > 1:
+            raise RuntimeError("CUDA error")
+        return {"segments": []}
+
+    torch.cuda.memory._snapshot = snapshot
+    source = Source(torch)
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        source.snapshot()
+        after = gc.isenabled()
+        with pytest.raises(RuntimeError):
+            source.snapshot()
+        assert (seen, after, gc.isenabled()) == ([False, False], collects, collects)
+    finally:
+        (gc.enable if before else gc.disable)()

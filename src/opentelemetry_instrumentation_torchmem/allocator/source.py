@@ -6,6 +6,7 @@ Nothing here imports torch, makes a context or initialises CUDA: the gate is ``t
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -108,7 +109,13 @@ class Source:
     def snapshot(self) -> dict[str, Any]:
         """The segments and blocks of every device, with the settings, as torch's own snapshots have them but
         without the traces of the user's memory history. Native alone; holds the interpreter throughout."""
-        snapshot = self._snapshot()
+        collects = gc.isenabled()
+        gc.disable()  # the many new dicts would set it off over and over: a pause four times as long
+        try:
+            snapshot = self._snapshot()
+        finally:
+            if collects:
+                gc.enable()
         if not self._expandable and any(segment.get("is_expandable") for segment in snapshot["segments"]):
             self._expandable = True  # before 2.4 the statistics cannot tell it of every state
         return snapshot
