@@ -284,7 +284,7 @@ class Stopped(Exception):
 
 
 def story(running: Alerting, folder: Path, stop: threading.Event | None = None) -> Story:
-    """Both processes at once, until the alert has come and a while longer. Raises Stopped once `stop` is set."""
+    """Both processes at once, until the alert has come and a while longer. Raises Stopped at `stop`."""
     stop = stop or threading.Event()
 
     def has_come() -> bool:
