@@ -36,6 +36,8 @@ lint: $(READY) ## ruff, pyright in strict mode, generated files fresh
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 	$(PY) docs/generate.py --check
+	$(PY) collector-config/prometheus/rules.py --check
+	$(PY) collector-config/kubernetes/generate.py --check
 
 bench: $(READY) ## what this package costs, as ratios against a floor in the same run
 	@$(PY) -m benchmarks
@@ -43,8 +45,11 @@ bench: $(READY) ## what this package costs, as ratios against a floor in the sam
 truth: $(READY) ## headroom and free blocks against the real allocator in 10,000 random states
 	$(PY) tests/truth/run.py --states $(or $(STATES),10000)
 
-docs: $(READY) ## write docs/METRICS.md and docs/registry/ from the table of signals
+docs: $(READY) ## write what is generated: docs/METRICS.md, docs/registry/, rules, boards, Kubernetes objects
 	$(PY) docs/generate.py
+	$(PY) collector-config/prometheus/rules.py
+	$(PY) collector-config/kubernetes/generate.py
+	$(PY) collector-config/grafana/build.py
 
 constraints: $(READY) ## pin what is installed now in constraints.txt
 	$(PY) .ci/constraints.py > constraints.txt

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grafana's files, by structure: there is no Grafana here. That their queries return data is shown by
-test_expressions.py.
-"""
+"""Grafana's files: by structure, as there is no Grafana here, and their queries on the real Prometheus."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -12,15 +11,29 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
-from .expressions import Expression, Parser, faults, in_dashboards, of_the_table, recorded, without_variables
-from .servers import CONFIG, prometheus
+from .expressions import (
+    RULES_SOURCE,
+    Expression,
+    Parser,
+    faults,
+    in_dashboards,
+    of_the_table,
+    recorded,
+    without_data,
+    without_variables,
+)
+from .parts import ROOT
+from .servers import CONFIG, Prometheus, collector, free_ports, prometheus
 from .simulate import record
+from .stack import example
 
 GRAFANA = CONFIG / "grafana"
 BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
@@ -248,6 +261,41 @@ def test_the_queries_from_traces_and_the_boards_name_only_what_there_is(tmp_path
         known = recorded(parser, of_the_table())
         found = [fault for each in (*linked, *in_dashboards()) for fault in faults(each, parser, known)]
     assert found == []
+
+
+WITHOUT_DATA = {
+    "headroom:exhaustion_seconds": "headroom has not fallen for three hours",
+    "fleet:exhaustion_seconds:worst5": "headroom has not fallen for three hours",
+    "telemetry_absent": "every figure of a snapshot is to be had in this mode",
+    "Devices with several processes": "there is one process",
+}
+"""Queries that return nothing after the load, each with the reason; by a pattern over metric or panel."""
+
+
+@pytest.fixture(scope="module")
+def loaded(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Prometheus after a load that fragments and runs out of memory; a minute of the rules is 1.2 s here."""
+    folder = tmp_path_factory.mktemp("loaded")
+    subprocess.run([sys.executable, RULES_SOURCE, "--scale", "0.02", "--to", folder / "rules"], check=True)
+    (port,) = free_ports(1)
+    metrics = {"PROMETHEUS_OTLP_URL": f"http://127.0.0.1:{port}/api/v1/otlp/v1/metrics"}
+    faster = {"rule_files": [str(folder / "rules" / "*.yaml")], "global.evaluation_interval": "1s"}
+    with collector(folder, ["otel-collector.yaml", "metrics-push.yaml"], environment=metrics) as otelcol:
+        store = prometheus(
+            folder, "prometheus-push.yaml", port=port, replace={"127.0.0.1:8888": otelcol.own}, change=faster
+        )
+        with store, example(folder, otelcol.grpc, export=2) as server:
+            ask = functools.partial(httpx.post, f"{server.url}/images", timeout=60)
+            assert ask(json={"width": 1024, "height": 1024}).status_code == 200
+            load = [sys.executable, ROOT / "examples" / "load.py", "--seconds", "20", server.url]
+            subprocess.run(load, check=True, capture_output=True, timeout=120)
+            assert ask(json={"width": 4096, "height": 4096}).status_code == 503
+            time.sleep(8)  # exported, and recorded layer by layer
+            yield store
+
+
+def test_every_query_of_the_boards_returns_data_after_the_load_or_is_listed_with_the_reason(loaded):
+    assert without_data(loaded, list(in_dashboards()), WITHOUT_DATA, lookback="5m") == []
 
 
 def test_no_variable_of_grafanas_is_left_in_what_prometheus_is_asked():
