@@ -52,9 +52,12 @@ class Stack:
 
 
 @contextlib.contextmanager
-def running(folder: Path, pace: Pace | None = None) -> Iterator[Stack]:
-    """The pipeline, ready; both paths at once, which is why there are two Prometheus."""
+def running(
+    folder: Path, pace: Pace | None = None, change: Mapping[str, object] | None = None
+) -> Iterator[Stack]:
+    """The pipeline, ready; both paths at once, which is why there are two Prometheus. `change` is for both."""
     pace = pace or Pace()
+    change = {**faster(pace), **(change or {})}
     with contextlib.ExitStack() as started:
         traces = started.enter_context(jaeger(folder))
         push_port, scrape_port = free_ports(2)
@@ -78,7 +81,7 @@ def running(folder: Path, pace: Pace | None = None) -> Iterator[Stack]:
                 name="prometheus-scrape",
                 port=scrape_port,
                 replace={"127.0.0.1:8889": otelcol.scrape, "127.0.0.1:8888": otelcol.own},
-                change=faster(pace),
+                change=change,
                 arguments=[f"--query.lookback-delta={pace.lookback}s"],
             )
         )
@@ -89,7 +92,7 @@ def running(folder: Path, pace: Pace | None = None) -> Iterator[Stack]:
                 name="prometheus-push",
                 port=push_port,
                 replace={"127.0.0.1:8888": otelcol.own},
-                change=faster(pace),
+                change=change,
                 arguments=[f"--query.lookback-delta={pace.lookback}s"],
             )
         )
