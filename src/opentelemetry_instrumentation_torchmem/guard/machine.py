@@ -184,6 +184,8 @@ class Machine:
         self._may_restart = True
         self._gated = False
         self._exited = False
+        self._hanging = False
+        """Clearing has not ended in its time: what is done to the memory is not known."""
 
     @property
     def ready(self) -> bool:
@@ -239,21 +241,17 @@ class Machine:
             return self._draining(idle, now)
         if self.state is State.CLEARING:
             if self._past(self.timing.clear_limit + self.timing.hold_limit, now):
-                return self._hung("clearing did not end within its limit", now)
+                self._hanging = True
+                return self._want_restart("clearing has not ended within its limit", now)
             return ()
         if self.state is State.RESTART_WANTED:
-            if self._past(self.timing.restart_limit, now) and not self.shut:
+            if self._past(self.timing.restart_limit, now) and not (self.shut or self._hanging):
                 return self._back(Transition.NOT_RESTARTED, "nobody has replaced the process", now)
             seen = not self.steers or now - self._drained_since >= self.timing.min_not_ready
             if idle and seen and not self._exited:
                 self._exited = True
                 return (Action.EXIT,)
         return ()
-
-    def _hung(self, reason: str, now: float) -> tuple[Action, ...]:
-        if self._may_restart:
-            return self._want_restart(reason, now)
-        return self._back(Transition.FAILED, reason, now)
 
     def _draining(self, idle: bool, now: float) -> tuple[Action, ...]:
         drained_for = now - self._drained_since
@@ -272,6 +270,7 @@ class Machine:
         self, result: Result, reason: str, now: float, restart_allowed: bool = True
     ) -> tuple[Action, ...]:
         """How ``CLEAR`` or ``GATE_AND_CLEAR`` has ended."""
+        self._hanging = False
         if result is Result.MISSING:  # even if it was given up meanwhile: what is missing stays so
             was_ready, self.shut = self.ready, True
             return self._want_restart(reason, now, was_ready)

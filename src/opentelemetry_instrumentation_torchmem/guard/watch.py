@@ -268,6 +268,8 @@ class MemoryGuard:
         try:
             place = self._place()
         finally:
+            if not place.granted:
+                self._attempt("release_place", self._release_place)
             with self._lock:
                 actions = self._machine.placed(place, self._clock())
                 self._drain_began = perf_counter()
@@ -281,7 +283,6 @@ class MemoryGuard:
         if self._lease is not None:
             self._release_lease = self._lease()
             if self._release_lease is None:
-                self._release_place()
                 return Place(granted=False)
         if self._places is not None and self._places.all_sick():
             self._say("all sick", "every worker of this node is sick: all keep serving, and clear in turn")
@@ -334,14 +335,14 @@ class MemoryGuard:
     def _start_clearing(self, gated: bool) -> None:
         if gated:
             self.gate.drain()
-        thread = threading.Thread(
-            target=self._clear_at_idle, args=(gated,), name="torchmem-clear", daemon=True
-        )
-        self._clearing = thread
         try:
-            thread.start()
+            self._spawn(lambda: self._clear_at_idle(gated))
         except RuntimeError as error:
             self._finished(Result.FAILED, f"no thread to clear on: {error!r}")
+
+    def _spawn(self, work: Callable[[], None]) -> None:
+        self._clearing = threading.Thread(target=work, name="torchmem-clear", daemon=True)
+        self._clearing.start()
 
     def _clear_at_idle(self, gated: bool) -> None:
         result, reason = Result.FAILED, "clearing did not come to its end"
