@@ -419,7 +419,9 @@ class _Group:
             stretches = []
             if largest >= page:
                 stretches = [
-                    (block["address"] - base, block["size"]) for block in free if block["size"] >= page
+                    (block["address"] - base, size)
+                    for block, size in zip(free, sizes, strict=True)
+                    if size >= page
                 ]
                 self.cached += sum([_pages(offset, size, page) for offset, size in stretches])
             if merged:
