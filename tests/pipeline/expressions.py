@@ -410,8 +410,8 @@ def without_data(
 ) -> list[str]:
     """The expressions that returned nothing at any time of the lookback, each in a line.
 
-    `reasons` are regular expressions over `where` or over the name of a metric, each with why there may be no
-    data: these are left out. An alert returns something only while it fires: each selector in it is asked.
+    `reasons` are regular expressions over `where: written` or over a metric's name, each with why there may be
+    no data: these are left out. An alert returns something only while it fires: each selector in it is asked.
     """
     parser = Parser(prometheus)
     missing: list[str] = []
@@ -419,16 +419,18 @@ def without_data(
 
     def has_data(text: str) -> bool:
         if text not in asked:
-            asked[text] = bool(prometheus.query(f"count(count_over_time(({text})[{lookback}:5s]))"))
+            often = re.sub(r"(\[[^][]*:)1m\]", r"\g<1>5s]", text)  # a load is over before a minute has begun
+            asked[text] = bool(prometheus.query(f"max_over_time(count({often})[{lookback}:5s])"))
         return asked[text]
 
     for expression in expressions:
         tree = parser.tree(expression.text)
         names = {name_of(each) for each in selectors(tree)}
-        if any(re.search(pattern, subject) for pattern in reasons for subject in (expression.where, *names)):
+        subjects = (f"{expression.where}: {expression.written}", *names)
+        if any(re.search(pattern, subject) for pattern in reasons for subject in subjects):
             continue
         if not expression.alert:
-            if not (has_data(expression.text) or tree["type"] in ("numberLiteral", "stringLiteral")):
+            if not has_data(expression.text):
                 missing.append(f"{expression.where}: no data: {expression.written}")
             continue
         missing += [
