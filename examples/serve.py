@@ -410,7 +410,10 @@ def create_app(options: Options) -> FastAPI:
         if options.memory_gib:
             total = torch.cuda.get_device_properties(options.device).total_memory
             share = min(1.0, options.memory_gib * 2**30 / total)
-            torch.cuda.set_per_process_memory_fraction(share, options.device)
+            device = torch.device(
+                options.device
+            ).index  # None for a plain "cuda", which it takes to be this one
+            torch.cuda.set_per_process_memory_fraction(share, device)
         app.state.painter = Painter(load_images(options), options.image_workers)
         app.state.writer = Writer(*load_text(options), options.kept_sessions)
         yield
