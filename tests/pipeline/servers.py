@@ -112,15 +112,20 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
+        try:
+            self._wait_until_ready(offset)
+        except BaseException:  # a Ctrl-C too must leave nothing behind
+            self.stop()
+            raise
+
+    def _wait_until_ready(self, offset: int) -> None:
         end = time.monotonic() + self._ready_limit_s
         while not answers(self._ready):
-            if self._process.poll() is not None:
-                code = self._process.returncode
-                self._process = None
+            if not self.running:
+                code = self._process.returncode if self._process else None
                 said = self.log_file.read_bytes()[offset:].decode(errors="replace")
                 raise CannotStart(f"{self.name} ended with {code}: {self._explain(said)}")
             if time.monotonic() > end:
-                self.stop()
                 raise CannotStart(
                     f"{self.name} is not ready after {self._ready_limit_s} s: see {self.log_file}"
                 )
