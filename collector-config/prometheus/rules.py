@@ -284,7 +284,14 @@ def figure(name: str, form: str, labels: Iterable[str] = ("job", "instance", "to
     )
 
 
-WHO = "{{ $labels.job }} {{ $labels.instance }}"
+WHO = (
+    "{{ $labels.job }} {{ $labels.instance }}"
+    '{{ with query (printf "target_info{job=%q, instance=%q}" $labels.job $labels.instance) }}'
+    '{{ with . | first | label "k8s_pod_name" }} in {{ . }}{{ end }}'
+    '{{ with . | first | label "host_name" }} on {{ . }}{{ end }}'
+    "{{ end }}"
+)
+"""The process, with its pod and host where the resource tells them."""
 ON = f"{WHO} {{{{ $labels.torch_device }}}}"
 BYTES = "humanize1024"
 COUNT, FACTOR = 'printf "%.0f"', 'printf "%.1f"'
@@ -408,7 +415,7 @@ def runbook(alert: str) -> str:
 
 
 def groups(file: str, scale: float = 1) -> list[dict[str, Any]]:
-    """A file's groups, as Prometheus and a PrometheusRule have them; evaluated as often as Prometheus says."""
+    """A file's groups, as Prometheus and a PrometheusRule have them. The interval is Prometheus's own."""
     return [
         {"name": group.name, "rules": [_rule(row, scale) for row in group.rules]} for group in FILES[file]
     ]

@@ -410,8 +410,8 @@ def without_data(
 ) -> list[str]:
     """The expressions that returned nothing at any time of the lookback, each in a line.
 
-    `reasons` are regular expressions over `where: written` or over a metric's name, each with why there may be
-    no data: these are left out. An alert returns something only while it fires: each selector in it is asked.
+    `reasons` are regular expressions over `where: written` or over a metric's name, each with why there may
+    be no data: these are left out. An alert returns something only while it fires: its selectors are asked.
     """
     parser = Parser(prometheus)
     missing: list[str] = []

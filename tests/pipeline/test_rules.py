@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import random
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import yaml
 
-from .expressions import RULES_SOURCE, alerts, rules
+from .expressions import RESOURCE, RULES_SOURCE, alerts, rules
 from .parts import part
 from .servers import CONFIG
 
@@ -88,6 +91,44 @@ def test_the_rules_pass_their_promtool_tests(path):
     promtool("test", "rules", path)
 
 
+def _wandering(dice: random.Random) -> Callable[[], float]:
+    away = 0.0
+
+    def step() -> float:
+        nonlocal away
+        away = 0.95 * away + dice.gauss(0, 300)
+        return 4000 + away
+
+    return step
+
+
+NOISES: dict[str, Callable[[random.Random], Callable[[], float]]] = {
+    "even": lambda dice: lambda: dice.uniform(2500, 5500),
+    "normal": lambda dice: lambda: dice.gauss(4000, 1200),
+    "wandering": _wandering,
+    "dips": lambda dice: lambda: 4000 - (dice.uniform(500, 3800) if dice.random() < 0.03 else 0),
+}
+"""Headroom in MiB, minute by minute, without a trend."""
+
+
+def test_of_forty_noises_without_a_trend_over_eight_hours_one_at_most_looks_like_an_end(tmp_path):
+    series = []
+    for seed in range(40):
+        kind = list(NOISES)[seed % len(NOISES)]
+        step = NOISES[kind](random.Random(seed))
+        labels = f'job="{kind}", instance="{seed}", torch_device="cuda:0"'
+        values = " ".join(f"{max(50, step()):.0f}" for _ in range(480))
+        series.append({"series": f"torch_memory_headroom_bytes{{{labels}}}", "values": values})
+    test = yaml.safe_load((FOLDER / "tests" / "exhaustion.yaml").read_text())
+    test["rule_files"] = [str(FOLDER / "rules" / "*.yaml")]
+    ever = 'count_over_time(ALERTS{alertname="TorchMemHeadroomExhaustion", alertstate="firing"}[8h])'
+    check = {"expr": f"(count({ever}) or vector(0)) <= bool 1", "eval_time": "8h"}
+    check["exp_samples"] = [{"labels": "{}", "value": 1}]
+    test["tests"] = [{"interval": "1m", "input_series": series, "promql_expr_test": [check]}]
+    (tmp_path / "noises.yaml").write_text(yaml.safe_dump(test))
+    promtool("test", "rules", tmp_path / "noises.yaml")
+
+
 def test_each_alert_is_tested_firing_and_not_firing():
     fires: set[str] = set()
     silent: set[str] = set()
@@ -111,6 +152,7 @@ def test_each_alert_tells_who_and_how_much_how_urgent_it_is_and_where_to_read_on
     for row in alerts():
         assert row["labels"]["severity"] in ("critical", "warning", "info")
         summary = row["annotations"]["summary"]
+        assert set(re.findall(r'label "(\w+)"', summary)) <= RESOURCE
         assert "{{ $labels.job }}" in summary
         assert "$value" in summary or row["alert"] == "TorchMemTelemetryMissing"  # of which there is no value
         assert row["annotations"]["runbook_url"].endswith(f"/docs/RUNBOOK.md#{row['alert'].lower()}")
