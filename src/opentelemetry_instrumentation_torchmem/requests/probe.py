@@ -13,6 +13,7 @@ from contextlib import suppress
 from contextvars import Token
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from threading import get_ident
 from time import perf_counter, time_ns
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -131,7 +132,9 @@ class Requests:
         self._request_hook = request_hook
         self._response_hook = response_hook
         self._closed = False
-        self._abandoned: SimpleQueue[Probe | None] = SimpleQueue()
+        self._abandoned: SimpleQueue[tuple[Probe, BaseException | None] | None] = SimpleQueue()
+        self._telling: set[int] = set()
+        """The threads within ``finish``."""
         self._recording = threading.RLock()  # reentrant: a signal handler may end a request within one
         self._series: dict[tuple[str, str | None], _Series] = {}
         self._enriched: WeakKeyDictionary[Span, _Story] = WeakKeyDictionary()
@@ -140,6 +143,7 @@ class Requests:
         """In a forked child: the parent's locks may be held, and its requests are not this process's."""
         self._recording = threading.RLock()
         self._abandoned = SimpleQueue()
+        self._telling = set()
         for series in self._series.values():
             series.zeroed = False
 
@@ -259,17 +263,17 @@ class Requests:
 
     def drain(self) -> None:
         """Finish what was abandoned in a finalizer, where nothing may be recorded or locked."""
-        while True:
+        while get_ident() not in self._telling:
             try:
-                probe = self._abandoned.get_nowait()
+                abandoned = self._abandoned.get_nowait()
             except Empty:
                 return
-            if probe is not None:
-                self.finish(probe, None, None)
+            if abandoned is not None:
+                self.finish(*abandoned, None)
 
     def abandoned(self, probe: Probe) -> None:
         """Take a probe from a finalizer: takes no lock that this thread may hold already."""
-        self._abandoned.put(probe)
+        self._abandoned.put((probe, None))
 
     def close(self) -> None:
         """Measure nothing that begins from now on; the spans of what is in flight end as they would have."""
@@ -287,12 +291,17 @@ class Requests:
     def _wait_for_the_last(self) -> None:
         """Finish the streams that are given up from now on: no call and no collection comes to do it."""
         while self.windows.any_open:
-            probe = self._abandoned.get()
-            if probe is not None:
-                self.finish(probe, None, None)
+            abandoned = self._abandoned.get()
+            if abandoned is not None:
+                self.finish(*abandoned, None)
 
     def finish(self, probe: Probe, error: BaseException | None, result: object) -> None:
         """The end of a call, once: its span told and ended, its metrics recorded. Never raises."""
+        thread = get_ident()
+        if thread in self._telling:  # by a signal handler within the SDK, whose locks are not reentrant
+            self._abandoned.put((probe, error))
+            return
+        self._telling.add(thread)
         try:
             try:
                 if probe.window is not None:
@@ -302,6 +311,8 @@ class Requests:
                     probe.span.end(probe.ended_at)
         except Exception as fault:  # a span processor of the user's may raise too
             self.fault(probe.target, fault)
+        finally:
+            self._telling.discard(thread)
         if self._closed:
             self._abandoned.put(None)  # wakes who waits for the last one
 
