@@ -178,6 +178,7 @@ class Fleet:
 
     def __init__(self, template: ResourceMetrics, instances: int) -> None:
         self._random = random.Random(instances)
+        self.refused = 0
         self._exports = [self._instance(template, number) for number in range(instances)]
 
     def _instance(self, template: ResourceMetrics, number: int) -> ResourceMetrics:
@@ -214,6 +215,18 @@ class Fleet:
                 resource_metrics=self._exports[start : start + RESOURCES_A_REQUEST]
             )
 
+    def _export(self, stub: MetricsServiceStub, request: ExportMetricsServiceRequest) -> Any:
+        """As the SDK does: what is refused for now is tried again."""
+        for pause in (1, 2, 4, 8, None):
+            try:
+                return stub.Export(request, timeout=30)
+            except grpc.RpcError as error:
+                if pause is None or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                self.refused += 1
+                time.sleep(pause)
+        raise AssertionError("unreachable")
+
     def send(self, endpoint: str, seconds: float, interval: float) -> tuple[int, float]:
         """Exports every `interval` for so long. Returns how many, and the seconds that the slowest took."""
         end, exports, slowest = time.monotonic() + seconds, 0, 0.0
@@ -222,7 +235,7 @@ class Fleet:
             while time.monotonic() < end:
                 begun = time.monotonic()
                 for request in self.requests():
-                    answer = stub.Export(request, timeout=30)
+                    answer = self._export(stub, request)
                     if answer.partial_success.rejected_data_points:
                         raise RuntimeError(f"refused: {answer.partial_success.error_message}")
                 exports, slowest = exports + 1, max(slowest, time.monotonic() - begun)
@@ -267,7 +280,8 @@ class Cost:
     """In Prometheus: theirs, and what the rules record of them."""
     recorded: int
     exports: int
-    slowest_export: float
+    refused: int
+    """Requests that the collector would not take at first."""
     collector_cpu: float
     collector_peak: int
     prometheus_cpu: float
@@ -279,22 +293,27 @@ class Cost:
     """The last evaluation of all rules."""
 
 
-def measure(instances: int, path: str, seconds: float = 48, interval: float = 12) -> Cost:
-    """Both servers on the committed files, one path, so many instances for so long."""
+def measure(
+    instances: int, path: str, seconds: float = 48, interval: float = 12, *, rules: bool = True
+) -> Cost:
+    """Both servers on the committed files, one path, so many instances for so long; or without the rules."""
     fleet = Fleet(record(1, 1), instances)
     push_port = free_ports(1)[0]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         otelcol = collector(
             folder,
-            ["otel-collector.yaml", f"metrics-{path}.yaml"],
+            ["otel-collector.yaml", f"metrics-{path}.yaml", "gateway.yaml"],
             environment={"PROMETHEUS_OTLP_URL": f"http://127.0.0.1:{push_port}/api/v1/otlp/v1/metrics"},
         )
         with otelcol:
             replace = {"127.0.0.1:8888": otelcol.own}
             if path == "scrape":
                 replace["127.0.0.1:8889"] = otelcol.scrape
-            store = prometheus(folder, f"prometheus-{path}.yaml", port=push_port, replace=replace)
+            change: dict[str, object] = {} if rules else {"rule_files": []}
+            store = prometheus(
+                folder, f"prometheus-{path}.yaml", port=push_port, replace=replace, change=change
+            )
             with store:
                 meters = [Meter(otelcol), Meter(store)]
                 over = threading.Event()
@@ -307,7 +326,7 @@ def measure(instances: int, path: str, seconds: float = 48, interval: float = 12
                 watcher = threading.Thread(target=look)
                 watcher.start()
                 try:
-                    exports, slowest = fleet.send(otelcol.grpc, seconds, interval)
+                    exports, _ = fleet.send(otelcol.grpc, seconds, interval)
                 finally:
                     over.set()
                     watcher.join()
@@ -320,7 +339,7 @@ def measure(instances: int, path: str, seconds: float = 48, interval: float = 12
                     _count(store, f'{{job="serving/{SERVICE}", __name__!~"torchmem:.*"}}'),
                     _count(store, f'{{job="serving/{SERVICE}", __name__=~"torchmem:.*"}}'),
                     exports,
-                    slowest,
+                    fleet.refused,
                     used[0],
                     meters[0].peak,
                     used[1],
@@ -347,8 +366,8 @@ def _page(address: str) -> tuple[int, float]:
 def measured(costs: Sequence[Cost]) -> str:
     lines = [
         "| instances | path | series (recorded) | collector CPU s | collector MiB | Prometheus CPU s "
-        "| Prometheus MiB | page | rules s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| Prometheus MiB | page | rules s | exports (refused) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cost in costs:
         page = f"{cost.page / 1e6:.2f} MB in {cost.page_seconds:.2f} s" if cost.page else "-"
@@ -356,7 +375,7 @@ def measured(costs: Sequence[Cost]) -> str:
             f"| {cost.instances:,} | {cost.path} | {cost.series:,} ({cost.recorded:,}) "
             f"| {cost.collector_cpu:.2f} | {cost.collector_peak / MIB:.0f} "
             f"| {cost.prometheus_cpu:.2f} | {cost.prometheus_peak / MIB:.0f} "
-            f"| {page} | {cost.rules_seconds:.3f} |"
+            f"| {page} | {cost.rules_seconds:.3f} | {cost.exports} ({cost.refused}) |"
         )
     return "\n".join(lines)
 
@@ -377,6 +396,7 @@ def main() -> None:
     cost.add_argument("--instances", type=int, nargs="+", default=[10, 100, 1000])
     cost.add_argument("--paths", nargs="+", choices=("push", "scrape"), default=["push", "scrape"])
     cost.add_argument("--seconds", type=float, default=48)
+    cost.add_argument("--without-rules", action="store_true", help="Prometheus alone, without its rules")
     one = commands.add_parser("be-one")
     one.add_argument("--devices", type=int, required=True)
     one.add_argument("--targets", type=int, required=True)
@@ -397,7 +417,8 @@ def main() -> None:
         costs: list[Cost] = []
         for path in chosen.paths:
             for instances in chosen.instances:
-                costs.append(measure(instances, path, chosen.seconds))
+                rules = not chosen.without_rules
+                costs.append(measure(instances, path, chosen.seconds, rules=rules))
                 print(measured(costs[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
         print(measured(costs))
 
