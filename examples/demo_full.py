@@ -150,8 +150,8 @@ def everything(folder: Path, ports: dict[str, int]) -> Iterator[Running]:
                 real_if_present=True,
                 # Of a larger GPU no more is used: the load fills this within seconds.
                 arguments=["--memory-gib", 3] if has_gpu() else [],
-                # Snapshots too are taken thirty times as often.
-                environment={"OTEL_PYTHON_TORCHMEM_SNAPSHOT_SHARE": "0.03"},
+                # Snapshots too are taken thirty times as often. Torch leaves a folder of its own in TMPDIR.
+                environment={"OTEL_PYTHON_TORCHMEM_SNAPSHOT_SHARE": "0.03", "TMPDIR": str(folder)},
             )
         )
         yield Running(otelcol, metrics, traces, server)

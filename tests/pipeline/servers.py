@@ -13,6 +13,7 @@ test says so), and the rest runs as it is committed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -221,7 +222,7 @@ def collector(
             "LOGS_FILE": str(folder / f"{name}-logs.jsonl"),
             **(environment or {}),
         },
-        explain=explain_collector,
+        explain=functools.partial(explain_collector, [config_file(each) for each in configs]),
     )
     for door, address in listen.items():
         setattr(server, door, address)
@@ -245,19 +246,30 @@ def check_collector_release(binary: Path) -> None:
         )
 
 
-def explain_collector(log: str) -> str:
+def explain_collector(configs: Sequence[Path], log: str) -> str:
     """The cause out of `Error: ...`, which takes several lines of a wrong configuration."""
     lines = [line.strip() for line in log.splitlines()]
     starts = [number for number, line in enumerate(lines) if line.startswith("Error: ")]
-    if not starts:
-        return last_line(log)
     error: list[str] = []
-    for line in lines[starts[0] :]:
-        if re.match(r"\d{4}-\d\d-\d\d[T/ ]", line):
+    for line in lines[starts[0] :] if starts else [last_line(log)]:
+        if re.match(r"\d{4}[-/]\d\d[-/]\d\d[T/ ]", line):
             break
         if line and line not in error:
             error.append(line)
-    return f"{' '.join(error).removeprefix('Error: ')}; mend that in its --config files"
+    cause = " ".join(error) or last_line(log)
+    for noise in ("Error: ", "failed to get config: ", "cannot unmarshal the configuration: "):
+        cause = cause.removeprefix(noise)
+    return mend(re.sub(r"decoding failed due to the following error\(s\): ?", "", cause), configs)
+
+
+def mend(cause: str, configs: Sequence[Path]) -> str:
+    """A cause with what to do about it."""
+    if found := re.search(r"([\d.]+:\d+): bind: address already in use", cause):
+        return f"another program listens at {found[1]}: end that one, or give another address"
+    files = " or ".join(
+        dict.fromkeys(str(each.relative_to(ROOT) if each.is_relative_to(ROOT) else each) for each in configs)
+    )
+    return f"{cause}; mend it in {files}, or in the environment that they name"
 
 
 # ----------------------------------------------------------------------------------- Prometheus, Alertmanager
@@ -315,7 +327,7 @@ def prometheus(
         folder,
         ready=f"http://{address}/-/ready",
         ports=[port],
-        explain=explain_prometheus,
+        explain=functools.partial(explain_prometheus, config_file(config, "prometheus")),
     )
     server.url = f"http://{address}"
     return server
@@ -350,22 +362,18 @@ def alertmanager(
         folder,
         ready=f"http://{address}/-/ready",
         ports=[port],
-        explain=explain_prometheus,
+        explain=functools.partial(explain_prometheus, config_file(config, "prometheus")),
     )
     server.url = f"http://{address}"
     return server
 
 
-def explain_prometheus(log: str) -> str:
-    errors = [
-        line
-        for line in log.splitlines()
-        if re.search(r"level=(ERROR|error)|parsing YAML|error loading", line)
-    ]
-    line = errors[0] if errors else last_line(log)
+def explain_prometheus(config: Path, log: str) -> str:
+    said = [line for line in log.splitlines() if re.search(r"level=(ERROR|error)|error:", line)]
+    line = said[0] if said else last_line(log)
     found = re.search(r'\berr(?:or)?="((?:[^"\\]|\\.)*)"', line)
     cause = found[1].replace("\\n", " ").replace('\\"', '"') if found else line
-    return f"{cause}; mend that in its --config.file"
+    return mend(" ".join(cause.split()), [config])
 
 
 # ----------------------------------------------------------------------------------------------------- Jaeger
@@ -429,7 +437,7 @@ def jaeger(
             "JAEGER_HEALTH_LISTEN": listen["health"],
             **(environment or {}),
         },
-        explain=explain_collector,
+        explain=functools.partial(explain_collector, [config_file(config)]),
     )
     server.grpc, server.url = listen["grpc"], f"http://{listen['query']}"
     return server
