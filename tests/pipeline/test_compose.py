@@ -141,6 +141,16 @@ def test_alertmanager_and_jaeger_are_run_on_the_same_files_with_the_same_flags(s
     assert on_this_machine(services["jaeger"]) == ["=".join(jaeger(tmp_path).argv[1:])]
 
 
+@pytest.mark.parametrize("path", ["push", "scrape"])
+def test_the_collector_starts_on_its_service_s_files_and_environment(path, tmp_path):
+    """Its addresses apart, which are the harness's."""
+    service = compose(FILE, {"METRICS": path})["services"]["otelcol"]
+    files = [Path(part.removeprefix("--config=")) for part in on_this_machine(service)]
+    given = {key: value for key, value in service["environment"].items() if not key.endswith("_LISTEN")}
+    with collector(tmp_path, files, environment=given) as otelcol:
+        assert otelcol.running
+
+
 def test_what_is_set_by_environment_is_a_variable_of_the_configuration(services):
     for name, files in {
         "otelcol": ["otel-collector.yaml", "metrics-push.yaml", "metrics-scrape.yaml", "logs-otlp.yaml"],

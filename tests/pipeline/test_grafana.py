@@ -84,6 +84,13 @@ def test_the_committed_dashboards_are_what_the_tables_make_with_grafanas_own_typ
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Grafana's builder needs Python 3.11")
+def test_an_argument_that_the_builder_does_not_know_is_told_in_one_line():
+    done = build("--chek")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "build.py takes --check or nothing, not --chek\n"
+
+
 def test_there_is_a_board_for_the_allocator_the_requests_and_the_fleet():
     assert set(BOARDS) == {"torchmem-allocator", "torchmem-requests", "torchmem-fleet"}
     assert all(board["uid"] == name for name, board in BOARDS.items())
