@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
+from opentelemetry_instrumentation_torchmem import signals
 from pipeline.parts import part
 from pipeline.sender import Sender
 from pipeline.servers import (
@@ -134,6 +136,30 @@ def test_each_queue_is_on_disk_in_order_and_never_gives_up() -> None:
                 assert (queue["storage"], queue["num_consumers"]) == ("file_storage", 1), (file, name)
                 assert retry["max_elapsed_time"] == "0s", (file, name)
     assert len(queues) == 4
+
+
+def test_each_variable_of_the_files_is_in_the_readme_with_its_default() -> None:
+    readme = (CONFIG / "README.md").read_text()
+    variables = {}
+    for name, _ in [*collectors(), ("jaeger.yaml", {})]:
+        variables |= dict(re.findall(r"\$\{env:([A-Z_]+):-([^}]*)\}", (CONFIG / name).read_text()))
+    assert len(variables) > 25
+    assert [each for each in variables if f"`{each}`" not in readme] == []
+    for variable in (
+        "OTLP_GRPC_LISTEN",
+        "DECISION_WAIT",
+        "TRACES_ENDPOINT",
+        "REMOTE_WRITE_URL",
+        "METRIC_EXPIRATION",
+    ):
+        default = {**variables, "OTLP_GRPC_LISTEN": "127.0.0.1:4317"}[variable]
+        assert f"`{default}`" in next(line for line in readme.splitlines() if f"| `{variable}`" in line)
+
+
+def test_what_sampling_calls_growth_is_a_boundary_of_the_buckets() -> None:
+    kept = re.search(r"KEPT_GROWTH_BYTES:-(\d+)", (CONFIG / BASE).read_text())
+    assert kept is not None
+    assert float(kept[1]) in (signals.REQUEST_RESERVED_GROWTH.boundaries or ())
 
 
 # ----------------------------------------------------------------------------------------------- who may send

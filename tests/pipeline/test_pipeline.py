@@ -31,6 +31,7 @@ KEPT_SHARE = 0.05
 ABSENT = {
     "torch.memory.oom.rejections": "only with the allocator's setting throw_on_cudamalloc_oom",
     "torch.memory.telemetry.absent": "every figure of a snapshot is to be had in this mode",
+    **{signal.name: "only with a guard, which the server has none of" for signal in signals.GUARD_METRICS},
 }
 """Metrics that the native allocator with its default settings does not give, each with the reason."""
 MOVING = {
@@ -40,7 +41,7 @@ MOVING = {
     "torch.memory.telemetry.skipped",
 }
 """What goes on while the server rests: two exports of it are never equal."""
-EVERY = (*signals.METRICS, *signals.REQUEST_METRICS)
+EVERY = (*signals.METRICS, *signals.GUARD_METRICS, *signals.REQUEST_METRICS)
 
 # Metric -> what torch calls it, in the pools `small` and `large` or (`.all`) in all.
 OWN_NAMES = {
