@@ -329,6 +329,7 @@ def test_the_summary_tells_what_cannot_be_known():
     )
     assert re.search(r"free in partly used segments +0 B to 20.0 MiB +\(private pools\)", text)
     assert re.search(r"free as whole segments or pages +0 B to 20.0 MiB +\(private pools\)", text)
+    assert text.count("(private pools) Whether a private pool that holds free memory still has an owner") == 1
 
 
 def test_the_summary_leaves_the_small_places_out_and_says_so():

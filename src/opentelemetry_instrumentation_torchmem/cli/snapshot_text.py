@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from ..allocator.rules import LARGE, SMALL, Between
+from ..allocator.snapshot import ABSENT as WHY
 from ..allocator.snapshot import DeviceMap, Place
 from .screen import ABSENT, percent, size
 from .snapshot_file import FREE, Segment, Snapshot
@@ -48,7 +49,7 @@ def _device(device: DeviceMap) -> Iterator[str]:
         share = ""
         if of_reserved is not None and device.reserved:
             share = percent(of_reserved / device.reserved)
-        reason = "" if why is None else f"  ({why.replace('_', ' ')})"
+        reason = "" if why is None else f"  ({_words(why)})"
         return f"  {words:<34}{value:>22}  {share:>7}{reason}".rstrip()
 
     split = device.split_free
@@ -72,6 +73,13 @@ def _device(device: DeviceMap) -> Iterator[str]:
         figure = served.get(kind)
         why = None if figure is not None and figure.exact else device.absent.get("free_block.largest")
         yield line(f"  {kind}", ABSENT if figure is None else _between(figure), why=why)
+    told = (device.absent.get(figure) for figure in ("split_free", "free_block.largest"))
+    for reason in sorted({reason for reason in told if reason is not None}):
+        yield f"  ({_words(reason)}) {WHY[reason]}"
+
+
+def _words(reason: str) -> str:
+    return reason.replace("_", " ")
 
 
 def _between(figure: Between) -> str:
