@@ -50,6 +50,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from opentelemetry_instrumentation_torchmem import MemoryGuard, MemoryGuardMiddleware
+
 # ---------------------------------------------------------------------------------------------------- options
 
 
@@ -64,6 +66,7 @@ class Options:
     kept_sessions: int
     memory_gib: float | None
     cudnn: bool
+    guard: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,6 +88,7 @@ def option_parser() -> argparse.ArgumentParser:
     add("image-workers", int, 2, "images painted at the same time")
     add("kept-sessions", int, 16, "conversations whose key-value cache stays on the device")
     add("memory-gib", float, None, "the most device memory to use, in GiB; all of it unless given")
+    add("guard", flag, "0", "1 to drain and clear the server when its memory is sick: see docs/GUARD.md")
     add("cudnn", flag, "1", "0 where cuDNN is missing: convolutions then run on PyTorch's own kernels")
     return parser
 
@@ -419,6 +423,8 @@ def create_app(options: Options) -> FastAPI:
         yield
 
     app = FastAPI(title="Images and text", lifespan=lifespan)
+    if options.guard:
+        app.add_middleware(MemoryGuardMiddleware, guard=MemoryGuard())
 
     @app.get("/healthz")
     def healthz() -> dict[str, object]:

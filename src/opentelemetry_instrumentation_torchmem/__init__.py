@@ -11,6 +11,11 @@ In code::
 
     TorchMemInstrumentor().instrument()
 
+The server that heals before it dies::
+
+    guard = MemoryGuard()
+    app.add_middleware(MemoryGuardMiddleware, guard=guard)
+
 Importing this package does not import torch.
 """
 
@@ -21,9 +26,13 @@ from .requests.specs import TargetSpec
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .guard.middleware import MemoryGuardMiddleware
+    from .guard.watch import MemoryGuard
     from .requests.track import instrument_model, track, uninstrument_model
 
 __all__ = [
+    "MemoryGuard",
+    "MemoryGuardMiddleware",
     "TargetSpec",
     "TorchMemInstrumentor",
     "__version__",
@@ -35,6 +44,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What code asks for by name comes when it does: every process with the launcher imports this package."""
+    if name in ("MemoryGuard", "MemoryGuardMiddleware"):
+        from . import guard
+
+        return getattr(guard, name)
     if name in __all__:
         from .requests import track
 
