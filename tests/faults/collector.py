@@ -20,11 +20,14 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MESSAGES = {
     "metrics": ExportMetricsServiceRequest,
@@ -70,7 +73,7 @@ class Collector:
             self._process.wait()
             self._process = None
 
-    def __enter__(self) -> Collector:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -155,7 +158,7 @@ def serve(port: int, directory: Path, mood: str) -> None:
             self.send_header("content-length", "0")
             self.end_headers()
 
-        def log_message(self, format: str, *args: Any) -> None: ...
+        def log_message(self, *_: Any) -> None: ...
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the measured calls: what is given up, what raises, who instruments twice, and very many targets."""
+"""Faults of the measured calls: what is given up, what raises, who instruments twice, too many targets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+
 from faults.served import MIB, Exported, Served, TorchMemInstrumentor, elsewhere, take, timed, track
 
 
@@ -32,8 +33,7 @@ def abandoned_streams(streams: int) -> dict:
 
     @track("stream")
     def stream() -> Any:
-        for number in range(10):
-            yield number
+        yield from range(10)
 
     firsts = []
     gc.set_threshold(1)  # in the middle of whatever allocates, the SDK with its locks among it
@@ -121,7 +121,14 @@ def cancelled_coroutines() -> dict:
 
 def test_a_cancelled_coroutine_is_cancelled_as_ever_and_is_no_error(gpu):
     got = gpu.run(cancelled_coroutines)
-    assert got["came"] == ["int", "CancelledError", "TimeoutError", "CancelledError", "the client has gone", 2]
+    assert got["came"] == [
+        "int",
+        "CancelledError",
+        "TimeoutError",
+        "CancelledError",
+        "the client has gone",
+        2,
+    ]
     assert got["cleaned"] == list(range(6))
     assert got["spans"] == [["UNSET", 0]] * 6
     assert got["errors"] == [None] * 6
@@ -153,6 +160,7 @@ def everything_of_the_users_raises(what: str) -> dict:
 
     class BrokenExporter(SpanExporter):
         def export(self, spans: Any) -> Any:
+            asked(0)  # one that is a user of measured code itself
             raise OSError("export of spans")
 
     class BrokenMetricExporter(MetricExporter):

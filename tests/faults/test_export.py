@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults on the way out: providers that come and go, collectors that are down, slow, refuse or talk nonsense."""
+"""Faults on the way out: providers that come and go, collectors down, slow, refusing, talking nonsense."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
+
 from faults.collector import Collector
 from faults.served import MIB, Exported, Served, TorchMemInstrumentor, Traced, take, timed, track, until
 
@@ -57,7 +57,9 @@ def test_without_a_provider_nothing_is_read_until_there_is_one(gpu):
     assert got["answers"]
     assert got["reads"] == 0
     assert got["later"] == [1, 30 * MIB, 30 * MIB]
-    assert got["ratio"] < 40  # a call of nothing against one that looks for a provider: a reading would be 100
+    assert (
+        got["ratio"] < 40
+    )  # a call of nothing against one that looks for a provider: a reading would be 100
 
 
 def a_provider_that_is_shut_down() -> dict:
@@ -174,7 +176,7 @@ def beside_a_collector(mood: str, directory: str) -> dict:
     unwell, more = timed(300, answer)
     for _ in range(10):  # given up while nothing collects
         next(stream())
-    answers += more + [answer(0)]
+    answers += [*more, answer(0)]
     seconds = time.monotonic() - began
     streams = [span.name for span in traced.spans[ended:]].count("stream")
     collector.stop()
@@ -183,7 +185,9 @@ def beside_a_collector(mood: str, directory: str) -> dict:
     answers += more
 
     def told() -> float:
-        return collector.last("torch.memory.request.duration", by="telemetry.sdk.name").get("opentelemetry", 0)
+        return collector.last("torch.memory.request.duration", by="telemetry.sdk.name").get(
+            "opentelemetry", 0
+        )
 
     whole = until(lambda: told() == 911, 60)
     began_ending = time.monotonic()

@@ -12,13 +12,13 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.served import MIB, Exported, Served, TorchMemInstrumentor, elsewhere, take, timed, track, until
+
+from faults.served import MIB, Served, TorchMemInstrumentor, take, track
 
 # ---- a full disk
 
@@ -43,7 +43,10 @@ def on_a_full_disk(directory: str, limit: int) -> dict:
             errors.append(type(error).__name__)
     served.collect()
     events = [
-        event for span in served.spans for event in span.events if "torch.memory.oom.ledger" in event.attributes
+        event
+        for span in served.spans
+        for event in span.events
+        if "torch.memory.oom.ledger" in event.attributes
     ]
     return {
         "errors": errors,
@@ -60,12 +63,17 @@ def on_a_full_disk(directory: str, limit: int) -> dict:
 def test_a_full_disk_costs_the_dump_and_leaves_nothing_behind(gpu, tmp_path):
     if mount := os.system("unshare -rm true 2>/dev/null") == 0:
         # a filesystem of its own, full, in a namespace that goes with the process
-        body = "import json; from faults.test_host import on_a_full_disk as body; print(json.dumps(body('.', 0)))"
-        command = f"mount -t tmpfs -o size=16k none {tmp_path} && cd {tmp_path} && exec '{sys.executable}' -c \"{body}\""
+        body = "import json, faults.test_host as t; print(json.dumps(t.on_a_full_disk('.', 0)))"
+        mounted = f"mount -t tmpfs -o size=16k none {tmp_path} && cd {tmp_path}"
+        command = f'{mounted} && exec "{sys.executable}" -c "{body}"'
         process = gpu.popen(
             ["unshare", "-rm", "sh", "-c", command],
             memory="1GiB",
-            env={"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])},
+            env={
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+                )
+            },
             stdout=subprocess.PIPE,
         )
         got = json.loads(process.communicate(timeout=60)[0])
@@ -118,9 +126,7 @@ def with_a_clock_that_jumps() -> dict:
         "durations": served.durations,
         "longest": max(seconds),
         "ages": [min(ages), max(ages)],
-        "spent": [
-            point.value for point in served.exported.points("torch.memory.telemetry.duration")
-        ],
+        "spent": [point.value for point in served.exported.points("torch.memory.telemetry.duration")],
         "lines": served.lines,
         "allocated": served.exported.value("torch.memory.allocated"),
         "took": time.monotonic() - monotonic,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.collector import Collector, attributes
+
+from faults.collector import Collector
 from faults.served import MIB, Exported, Served, TorchMemInstrumentor, elsewhere, take, track, until
 
 LAUNCHER = Path(sys.executable).with_name("opentelemetry-instrument")
@@ -257,8 +258,9 @@ def answers_of(argv: list[str], gpu: Any, collector: Collector, directory: Path)
 
 GUNICORN = [
     str(Path(sys.executable).with_name("gunicorn")),
-    "--preload", "--workers", "2", "--threads", "4", "--timeout", "60", "--bind", "127.0.0.1:{port}", "app:wsgi",
-]  # fmt: skip
+    *("--preload", "--workers", "2", "--threads", "4", "--timeout", "60"),
+    *("--bind", "127.0.0.1:{port}", "app:wsgi"),
+]
 UVICORN = [sys.executable, "-m", "uvicorn", "--workers", "2", "--port", "{port}", "app:asgi"]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from faults.collector import Collector
 from faults.served import Served, take, track
 
@@ -77,7 +78,7 @@ print("SERVED")
 """
 
 
-def shapes_of_a_number(number: float | int) -> set[bytes]:
+def shapes_of_a_number(number: float) -> set[bytes]:
     """How a number may stand in a message: as text, as protobuf's fixed and variable lengths."""
     found = {str(number).encode(), struct.pack("<d", number)}
     if isinstance(number, int):
@@ -110,7 +111,10 @@ def test_no_prompt_value_token_or_secret_is_in_anything_that_is_exported_or_writ
             [
                 str(Path(sys.executable).with_name("opentelemetry-instrument")),
                 *("--traces_exporter", "otlp", "--metrics_exporter", "otlp", "--logs_exporter", "otlp"),
-                *("--torchmem_targets", "app.gone:Engine.generate,__main__:Engine.generate,__main__:Engine.stream"),
+                *(
+                    "--torchmem_targets",
+                    "app.gone:Engine.generate,__main__:Engine.generate,__main__:Engine.stream",
+                ),
                 *("--torchmem_oom_dump_dir", str(dumps), "--torchmem_snapshot_share", "0.1"),
                 *(sys.executable, "app.py"),
             ],
@@ -147,7 +151,10 @@ def test_no_prompt_value_token_or_secret_is_in_anything_that_is_exported_or_writ
     assert b"3x5" in places["metrics, spans and logs"]  # shapes are told
     assert b"app.py" in places["the dump"]  # and frames, as the user has them recorded
     leaks = [
-        (name, place) for name, canary in canaries().items() for place, body in places.items() if canary in body
+        (name, place)
+        for name, canary in canaries().items()
+        for place, body in places.items()
+        if canary in body
     ]
     assert leaks == []
 

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+
 from faults.served import MIB, Served, TorchMemInstrumentor, elsewhere, take, track, until
 
 # ---- no CUDA
