@@ -6,7 +6,7 @@ PY := .venv/bin/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full test e2e lint bench truth docs constraints clean
+.PHONY: help demo demo-full test e2e faults proof lint bench truth docs constraints clean
 
 help: ## print the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -30,6 +30,12 @@ test: $(READY) ## every test without a backend: unit, on the emulated (or real) 
 
 e2e: $(READY) ## the pipeline's tests: real collector, Prometheus, Alertmanager, Jaeger, built with Go at first
 	$(PY) -m pytest tests/pipeline $(PYTEST)
+
+faults: $(READY) ## everything that may go wrong around this package, each with its promise (docs/RELIABILITY.md)
+	$(PY) -m pytest tests/faults $(PYTEST)
+
+proof: $(READY) ## takes each protection out of a copy, and wants its fault's test to fail (WORDS=fork)
+	$(PY) tests/faults/prove.py $(WORDS)
 
 lint: $(READY) ## ruff, pyright in strict mode, generated files fresh
 	$(PY) -m ruff check .
