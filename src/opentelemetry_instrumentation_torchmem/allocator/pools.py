@@ -60,7 +60,11 @@ class Owners:
                 self.note(owner)
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        return iter(list(self._devices.items()))
+        for reference in self._devices.keyrefs():  # at once: another thread may add one meanwhile
+            owner = reference()
+            device = None if owner is None else self._devices.get(owner)
+            if device is not None:
+                yield owner, device
 
 
 class PoolWatch:
