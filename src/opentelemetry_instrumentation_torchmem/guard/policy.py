@@ -20,7 +20,7 @@ class DeviceReadings:
     name: str
     """``cuda:0``"""
     at: float
-    """Monotonic seconds of the reading."""
+    """Seconds, by the guard's clock, of the reading."""
     limit: int | None = None
     """The device's total."""
     reserved: int | None = None
@@ -30,7 +30,7 @@ class DeviceReadings:
     headroom: int | None = None
     """The largest request that is sure to succeed."""
     headroom_at: float | None = None
-    """Monotonic seconds of the snapshot that headroom comes from."""
+    """The same of the snapshot that headroom comes from."""
     need: int | None = None
     """The largest recent growth of one measured request."""
 
@@ -48,7 +48,7 @@ class Readings:
 
     devices: tuple[DeviceReadings, ...]
     at: float
-    """Monotonic seconds."""
+    """Seconds, by the guard's clock."""
     cleared: bool = False
     """Whether they were taken behind the gate, after clearing: sick means that a restart is wanted."""
     was_sick: bool = False
@@ -64,7 +64,7 @@ class Verdict:
     reason: str = ""
     """In words, with the figures."""
     as_of: float | None = None
-    """Monotonic seconds of the oldest figure that it rests on; None for now."""
+    """Seconds, by the guard's clock, of the oldest figure that it rests on; None for now."""
 
 
 Policy = Callable[[Readings], "Verdict | str | bool | None"]

@@ -456,7 +456,7 @@ class MemoryGuard:
         collection = rooms.sampler.collect(fresh=fresh)
         if collection is None:
             return None
-        devices = _device_readings(collection, rooms)
+        devices = _device_readings(collection, rooms, self._clock())
         if isinstance(self._policy, Headroom):
             needs = {each.name: self._policy.need or each.need for each in devices}
             self._figures.needs = {name: need for name, need in needs.items() if need is not None}
@@ -545,8 +545,7 @@ class Request:
         self._lane.count -= 1
 
 
-def _device_readings(collection: Collection, rooms: Rooms) -> tuple[DeviceReadings, ...]:
-    now = monotonic()
+def _device_readings(collection: Collection, rooms: Rooms, now: float) -> tuple[DeviceReadings, ...]:
     readings: list[DeviceReadings] = []
     for device, state in collection.devices:
         known, reading = state.map, state.reading
@@ -557,7 +556,7 @@ def _device_readings(collection: Collection, rooms: Rooms) -> tuple[DeviceReadin
         readings.append(
             DeviceReadings(
                 name=device.name,
-                at=reading.at,
+                at=now - state.age,
                 limit=state.limit,
                 reserved=reading.reserved,
                 active=reading.active,
