@@ -345,6 +345,30 @@ def test_what_was_acknowledged_survives_that_the_collector_is_killed_in_the_outa
         assert_all_arrive(pushing, after)
 
 
+def test_remote_write_keeps_in_its_log_what_came_in_an_outage_and_a_kill(tmp_path: Path) -> None:
+    arguments = ["--web.enable-remote-write-receiver"]
+    server = prometheus(tmp_path, "prometheus-push.yaml", change={"rule_files": []}, arguments=arguments)
+    environment = {"REMOTE_WRITE_URL": f"{server.url}/api/v1/write", "TRACES_ENDPOINT": "127.0.0.1:9"}
+    otelcol = collector(
+        tmp_path, ["otel-collector.yaml", "metrics-remote-write.yaml"], environment=environment
+    )
+    with server, otelcol:
+        told = Numbered(Sender(otelcol.grpc, "logged"))
+        server.kill()
+        told.send(10, pause_s=OUTAGE_S / 10)
+        otelcol.kill()
+        otelcol.start()
+        server.start()
+        series = 'torch_memory_turnover_bytes_total{job="logged"}'
+        until(
+            lambda: {value for _, value in samples(server, series)} >= set(told.values),
+            60,
+            "all of it",
+            every=1,
+        )
+    assert told.values == list(range(1, 11))
+
+
 def test_a_full_queue_refuses_and_keeps_what_it_has_taken(pushing: Pushed) -> None:
     with pushing.collector(QUEUE_BYTES="4000") as otelcol:
         told = Numbered(Sender(otelcol.grpc, "too-much", timeout_s=1))
