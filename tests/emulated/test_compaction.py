@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,30 +19,31 @@ pytestmark = pytest.mark.needs_emulation
 MIB = 1 << 20
 STEP, PAGE = 2 * MIB, 20 * MIB
 MEMORY = 2048 * MIB
-SEEDS = 6
+SEEDS = 3
 MODES = {"native": "", "expandable": "expandable_segments:True"}
 SETTINGS = {**MODES, "split limit": "max_split_size_mb:32", "roundup": "roundup_power2_divisions:4"}
 
 together = {
-    mode: Together(memory=MEMORY, alloc_conf=conf, devices=2, timeout=200) for mode, conf in SETTINGS.items()
+    mode: Together(memory=MEMORY, alloc_conf=conf, devices=2, timeout=280) for mode, conf in SETTINGS.items()
 }
+broken = {mode: Together(memory=MEMORY, alloc_conf=conf, timeout=280) for mode, conf in MODES.items()}
 in_each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def in_modes(*modes):
+def in_modes(*modes, among=together):
     def each(body):
         for mode in modes:
-            together[mode].body(body)
+            among[mode].body(body)
         return body
 
     return each
 
 
-def digest(tensor) -> str:
+def digest(tensor) -> int:
     import torch
 
     there = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(bytes(there.numpy())).hexdigest()
+    return zlib.crc32(there.numpy())
 
 
 def weights(*sizes, device="cuda"):
@@ -60,8 +61,8 @@ def fragmented(seed: int):
     import torch
 
     chance = random.Random(seed)
-    kinds = ((100, 200_000), (MIB, 8 * MIB), (8 * MIB, 48 * MIB))
-    sizes = [chance.randrange(*chance.choice(kinds)) // 4 * 4 for _ in range(40)]
+    kinds = ((100, 200_000), (MIB, 8 * MIB), (8 * MIB, 15 * MIB))
+    sizes = [chance.randrange(*chance.choice(kinds)) // 4 * 4 for _ in range(30)]
     model, between = torch.nn.ParameterList(), []
     for size in sizes:
         model.extend(weights(size))
@@ -396,7 +397,7 @@ def in_a_pool():
 def over_dlpack():
     import torch
 
-    return torch.from_dlpack(weights(3 * MIB)[0].detach())
+    return [torch.from_dlpack(weights(3 * MIB)[0].detach())]
 
 
 def both_over_dlpack():
@@ -437,7 +438,7 @@ def of_another_allocator():
     storage = weights(3 * MIB)[0].detach().untyped_storage()
     made = torch.empty(0, dtype=torch.uint8, device="cuda")
     inner = made.set_(storage)[512:]  # no block of the allocator's begins here
-    return torch.from_dlpack(inner)
+    return [torch.from_dlpack(inner)]
 
 
 def plain():
@@ -531,7 +532,7 @@ def gone():
     import torch
     from emulator import control
 
-    model = weights(300 * MIB, 200 * MIB, 100 * MIB, 5 * MIB, 1000)
+    model = weights(60 * MIB, 40 * MIB, 20 * MIB, 5 * MIB, 1000)
     before = [digest(each) for each in model]
     clear = torch.cuda.empty_cache
     taken = []
@@ -540,7 +541,7 @@ def gone():
         clear()
         if not taken:
             free, _ = torch.cuda.mem_get_info()
-            taken.append(free - 250 * MIB)
+            taken.append(free - 64 * MIB)
             control.external_malloc(0, taken[0])
 
     torch.cuda.empty_cache = cleared
@@ -564,7 +565,7 @@ def gone():
 @in_each_mode
 def test_what_finds_no_memory_on_the_way_back_is_kept_on_the_host_until_there_is_some(gpu, mode):
     got = together[mode](gpu, gone)
-    out = sum(size for size, there in zip((300, 200, 100, 5), got["there"], strict=False) if not there) * MIB
+    out = sum(size for size, there in zip((60, 40, 20, 5), got["there"], strict=False) if not there) * MIB
     assert 0 < out == got["bytes"]
     assert got["missing"].startswith(f"{out:,} bytes are in host memory alone: OutOfMemoryError")
     assert (got["refused"], got["intact"], got["won"]) == (None, True, None)
@@ -616,13 +617,13 @@ def faulty(call: str, nth: int) -> str:
     return came if hit else "never"
 
 
-@in_modes(*MODES)
+@in_modes(*MODES, among=broken)
 def faults():
     from together import in_a_copy
 
     found = {}
     for call in CALLS:
-        for nth in (1, 2, 3, 5, 8, 13):
+        for nth in (1, 2, 5, 13):
             outcome = in_a_copy(faulty, call, nth)
             assert "error" not in outcome, (call, nth, outcome)
             if outcome["value"] == "never":
@@ -633,7 +634,7 @@ def faults():
 
 @in_each_mode
 def test_no_tensor_is_lost_when_a_call_of_cuda_fails_wherever_it_is(gpu, mode):
-    got = together[mode](gpu, faults)
+    got = broken[mode](gpu, faults)
     print(mode, got)
     assert len(got) > 20
     assert {"failed", "moved"} <= set(got.values())
@@ -670,7 +671,7 @@ class Traced:
             threading.settrace(None)
 
 
-@in_modes(*MODES)
+@in_modes(*MODES, among=broken)
 def broken_lines():
     """Each line that runs raises: the first time that it does and the last."""
     import torch
@@ -698,7 +699,7 @@ def broken_lines():
 
 @in_each_mode
 def test_no_tensor_is_lost_when_any_line_of_it_raises(gpu, mode):
-    got = together[mode](gpu, broken_lines)
+    got = broken[mode](gpu, broken_lines)
     print(mode, got)
     assert got["lines"] > 100
     assert got["refused"] > 100

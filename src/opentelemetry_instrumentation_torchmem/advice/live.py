@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evidence from the process itself, and the file that carries it: a snapshot with what is known beside it.
+
+The file is torch's own snapshot, so memory_viz and `torchmem snapshot` read it too.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from time import CLOCK_BOOTTIME, clock_gettime, sleep
+from typing import Any, NamedTuple, cast
+
+from ..allocator.reading import AllocatorReading, DriverMemory
+from ..allocator.settings import ENVIRONMENT, AllocatorSettings
+from ..allocator.snapshot import Limits, PoolId, never_released
+from ..allocator.source import NATIVE, UNCACHED, Source, initialised_torch
+from .evidence import Evidence, variables_of
+from .overhead import Activity, DriverTimes, times_of_trace
+from .rules import Advice, advise
+
+KEY = "torchmem"
+"""What the file holds beside torch's own keys."""
+_COUNTS = tuple(each.name for each in fields(Activity) if each.name != "seconds")
+
+
+class NothingToSeeError(RuntimeError):
+    """There is no evidence to be had; the message says why."""
+
+
+class Examined(NamedTuple):
+    """One device, and what to change."""
+
+    evidence: Evidence
+    advice: list[Advice]
+
+
+def examine(
+    *, seconds: float = 0.0, need: int | None = None, times: DriverTimes | None = None
+) -> list[Examined]:
+    """Looks at each device of this process, and says what to change: nothing where all is well.
+
+    Takes a snapshot, which holds the interpreter while it lasts: for a quiet moment. Counts are those of the
+    next ``seconds``, or since the process began. ``need`` is the largest request that must succeed, in bytes.
+
+    Raises:
+        NothingToSeeError: CUDA is not initialised, or the backend tells nothing.
+    """
+    return [Examined(each, advise(each)) for each in evidences(told(seconds), need=need, times=times)]
+
+
+def dump(file: str | os.PathLike[str], *, seconds: float = 0.0) -> None:
+    """Writes what ``torchmem doctor --snapshot FILE`` reads, for its owner alone; what is there is replaced.
+
+    Raises:
+        NothingToSeeError: CUDA is not initialised, or the backend tells nothing.
+        OSError: it cannot be written.
+    """
+    whole = told(seconds)
+    partial = f"{os.fspath(file)}.{os.getpid()}.partial"
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
+        pickle.dump(whole, opened, protocol=4)
+    os.replace(partial, file)
+
+
+def told(seconds: float = 0.0) -> dict[str, Any]:
+    """A snapshot of this process with what is known beside it, as plain data."""
+    torch = initialised_torch()
+    if torch is None:
+        raise NothingToSeeError("CUDA is not initialised in this process")
+    source = Source(torch)
+    if source.backend == UNCACHED:
+        return {"segments": [], KEY: {"backend": UNCACHED, "devices": {0: {}}}}
+    if source.backend != NATIVE:
+        raise NothingToSeeError(f"the backend {source.backend} tells nothing of its blocks")
+    used = source.used_devices()
+    before = {index: source.read(index) for index in used}
+    if seconds:
+        sleep(seconds)
+    after = {index: source.read(index) for index in used}
+    whole = source.snapshot()
+    whole.setdefault("device_traces", [[] for _ in range(max(used, default=-1) + 1)])
+    whole[KEY] = {
+        "torch": source.version,
+        "backend": source.backend,
+        "settings": source.settings().text,
+        "variables": variables_of(os.environ),
+        "expandable_blocked": _expandable_blocked(torch),
+        "graph_pools": _graph_pools(torch),
+        "devices": {
+            index: {
+                **_limits(source, after[index]),
+                **asdict(
+                    Activity.between(before[index], after[index])
+                    if seconds
+                    else Activity.since_start(after[index], _age())
+                ),
+            }
+            for index in used
+        },
+    }
+    return whole
+
+
+def evidences(
+    whole: Mapping[str, Any], *, need: int | None = None, times: DriverTimes | None = None
+) -> list[Evidence]:
+    """The evidence of each device, from what ``told`` gives, or torch's own snapshot alone.
+
+    Raises:
+        NothingToSeeError: what is told beside the snapshot is not of the kind that it must be.
+    """
+    about = _Told(whole.get(KEY, {}), KEY)
+    variables = about.texts("variables")
+    given = whole.get("allocator_settings")
+    if isinstance(given, dict):
+        settings = AllocatorSettings.of_snapshot(cast("dict[str, Any]", given), variables)
+    else:
+        before = next(iter(variables.values()), "")
+        settings = AllocatorSettings.parse(about.text("settings") or before, "file", before)
+    segments: list[Mapping[str, Any]] = whole["segments"]
+    if not isinstance(given, dict) and any(segment.get("is_expandable") for segment in segments):
+        settings = replace(settings, expandable_segments=True)
+    devices = about.dicts("devices")
+    traces: Sequence[Any] = whole.get("device_traces") or ()
+    found: list[Evidence] = []
+    for index in sorted({*devices, *(segment["device"] for segment in segments)}):
+        known = devices.get(index, _Told({}, KEY))
+        history = _history(traces[index]) if index < len(traces) else []
+        total, free = known.number("total"), known.number("free")
+        driver = None if total is None or free is None else DriverMemory(int(free), int(total))
+        reserved = known.number("reserved")
+        found.append(
+            Evidence(
+                index,
+                settings,
+                segments,
+                Limits(
+                    driver,
+                    known.number("fraction"),
+                    None if reserved is None else int(reserved),
+                    untouched=known.number("untouched") == 1,
+                ),
+                about.text("backend") or NATIVE,
+                variables,
+                _activity(known),
+                times or times_of_trace(history),
+                need,
+                about.text("expandable_blocked"),
+                [entry["size"] for entry in history if entry.get("action") == "alloc"],
+                about.pools("graph_pools"),
+            )
+        )
+    return found
+
+
+def _history(entries: object) -> list[Mapping[str, Any]]:
+    """The entries of a memory history that are as torch writes them."""
+    found: list[Mapping[str, Any]] = []
+    for entry in cast("Sequence[Any]", entries) if isinstance(entries, (list, tuple)) else ():
+        if isinstance(entry, dict):
+            fields_of = cast("dict[str, Any]", entry)
+            if type(fields_of.get("size")) is int and type(fields_of.get("time_us")) is int:
+                found.append(fields_of)
+    return found
+
+
+def _activity(known: _Told) -> Activity | None:
+    counts = {name: known.number(name) for name in _COUNTS}
+    if all(count is None for count in counts.values()):
+        return None
+    whole = {name: None if count is None else int(count) for name, count in counts.items()}
+    return Activity(known.number("seconds"), **whole)
+
+
+class _Told:
+    """A dict of a file that nobody has to trust: its values are what they must be, or it is said."""
+
+    def __init__(self, given: object, where: str) -> None:
+        self._given = self._dict(given, where)
+        self._where = where
+
+    def _dict(self, given: object, where: str) -> dict[object, object]:
+        if not isinstance(given, dict):
+            raise NothingToSeeError(f"{where} is a {type(given).__name__}; it must be a dict")
+        return cast("dict[object, object]", given)
+
+    def number(self, name: str) -> float | None:
+        value = self._given.get(name)
+        if value is not None and not isinstance(value, (int, float)):
+            raise NothingToSeeError(f"{self._where}: {name} is a {type(value).__name__}; it must be a number")
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self._given.get(name)
+        if value is not None and not isinstance(value, str):
+            raise NothingToSeeError(f"{self._where}: {name} is a {type(value).__name__}; it must be a text")
+        return value
+
+    def texts(self, name: str) -> dict[str, str]:
+        """By name, in the order of precedence."""
+        inner = _Told(self._given.get(name, {}), f"{self._where}: {name}")
+        known = ((variable, inner.text(variable)) for variable in ENVIRONMENT)
+        return {variable: value for variable, value in known if value is not None}
+
+    def pools(self, name: str) -> frozenset[PoolId] | None:
+        given = self._given.get(name)
+        if given is None:
+            return None
+        try:
+            pairs = [(int(first), int(second)) for first, second in cast("Any", given)]
+        except (TypeError, ValueError):
+            raise NothingToSeeError(f"{self._where}: {name} must be pairs of numbers") from None
+        return frozenset(pairs)
+
+    def dicts(self, name: str) -> dict[int, _Told]:
+        where = f"{self._where}: {name}"
+        inner = self._dict(self._given.get(name, {}), where)
+        return {
+            index: _Told(value, f"{where} {index}")
+            for index, value in inner.items()
+            if isinstance(index, int)
+        }
+
+
+def _limits(source: Source, reading: AllocatorReading) -> dict[str, int | float | None]:
+    driver = source.driver_memory(reading.device)
+    return {
+        "total": driver.total,
+        "free": driver.free,
+        "fraction": source.memory_fraction(reading.device),
+        "reserved": reading.reserved,
+        "untouched": int(never_released(reading.statistics)),
+    }
+
+
+def _age() -> float | None:
+    """Seconds since this process began; None where that is not told."""
+    try:
+        fields_of = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return clock_gettime(CLOCK_BOOTTIME) - int(fields_of[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _expandable_blocked(torch: Any) -> str | None:
+    """Why expandable segments cannot be used in this process."""
+    if not sys.platform.startswith("linux"):
+        return f"there are none on {sys.platform}"
+    if any(_alive(torch.cuda, "MemPool")) and any(_alive(torch.cuda.memory, "CUDAPluggableAllocator")):
+        return "a memory pool with an allocator of its own does not go with them"
+    return None
+
+
+def _graph_pools(torch: Any) -> list[tuple[int, int]]:
+    """Of the CUDA graphs that have been captured."""
+    pools: set[tuple[int, int]] = set()
+    for graph in _alive(torch.cuda, "CUDAGraph"):
+        with suppress(RuntimeError):  # it was not captured
+            pools.add(tuple(graph.pool()))
+    return sorted(pools)
+
+
+def _alive(module: Any, name: str) -> Iterator[Any]:
+    """Objects of a class, without a walk over all there are: see ``allocator.pools``."""
+    kind = getattr(module, name, None)
+    if kind is not None:
+        for thing in gc.get_referrers(kind, *kind.__subclasses__()):
+            if issubclass(type(thing), kind):
+                yield thing
