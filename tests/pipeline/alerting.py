@@ -276,7 +276,7 @@ class Story:
     stated: Stated
 
 
-ALERT = "TorchMemFragmented"
+ALERT, OUT_OF_MEMORY = "TorchMemFragmented", "TorchMemOutOfMemory"
 
 
 class Stopped(Exception):
@@ -290,7 +290,7 @@ def story(running: Alerting, folder: Path, stop: threading.Event | None = None) 
     def has_come() -> bool:
         if stop.is_set():
             raise Stopped
-        return any(post.name == ALERT for post in running.webhook.firing("fragment"))
+        return {post.name for post in running.webhook.firing("fragment")} >= {ALERT, OUT_OF_MEMORY}
 
     stated = running.stated(ALERT)
     length = 2 * stated.whole + 30  # with their start on a busy machine

@@ -7,7 +7,8 @@ Conversations have a cache of 8 MiB each, two in one of the allocator's segments
 are open at a time, and all end. In the run that goes wrong there was a rush, and every second one of it is
 never ended: its segment stays, and 12 MiB of it serve no image. Images of two sizes come in turns, and now
 and then the cache is cleared, as many servers do; as the segments have eaten the room, the larger image
-then finds none until the smaller one's has been flushed.
+then finds none until the smaller one's has been flushed. One poster is asked for as well; there is more
+free than it needs, in pieces.
 
 It prints a line of JSON for each few turns: when, how much of what is held is trapped, retries and errors so
 far, all by torch itself; and one for each export.
@@ -16,6 +17,7 @@ far, all by torch itself; and one for each export.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -30,7 +32,7 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor, track
 
 MIB = 1 << 20
-SESSION, SMALL_IMAGE, LARGE_IMAGE = 8 * MIB, 150 * MIB, 190 * MIB
+SESSION, SMALL_IMAGE, LARGE_IMAGE, POSTER = 8 * MIB, 150 * MIB, 190 * MIB, 400 * MIB
 RUSH, CALM = 78, 10
 
 
@@ -88,6 +90,9 @@ def main() -> None:
         for size in (SMALL_IMAGE, LARGE_IMAGE):
             image(size)
         turn += 1
+        if turn == 40:  # there is more than that, in pieces, where there was a rush
+            with contextlib.suppress(torch.OutOfMemoryError):
+                image(POSTER)
         if turn % 10 == 0:
             torch.cuda.empty_cache()
             print(json.dumps(line()), flush=True)

@@ -55,7 +55,7 @@ class Stack:
 def running(
     folder: Path, pace: Pace | None = None, change: Mapping[str, object] | None = None
 ) -> Iterator[Stack]:
-    """The pipeline, ready; both paths at once, which is why there are two Prometheus. `change` is for both."""
+    """The pipeline, ready; both paths at once, so there are two Prometheus. `change` is for both."""
     pace = pace or Pace()
     change = {**faster(pace), **(change or {})}
     with contextlib.ExitStack() as started:

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from . import expressions
-from .alerting import ALERT, PATHS, Story, alerting, instant, story
+from .alerting import ALERT, OUT_OF_MEMORY, PATHS, Story, alerting, instant, story
 
 SCALE = 0.02
 
@@ -42,6 +42,12 @@ def test_the_alert_fires_after_its_hold_and_within_what_the_configuration_states
     print(f"{seen.stated}: fired {late:.1f} s after the first export that could know")
     # What a busy machine left out, it left out: evaluations by their number, points by their gaps.
     assert late <= seen.stated.to_fire + seen.missed + seen.largest_gap
+
+
+def test_an_out_of_memory_error_reaches_the_webhook_with_its_verdict(seen):
+    post = next(post for post in seen.posts if post.name == OUT_OF_MEMORY)
+    assert post.alert["labels"]["torch_memory_oom_verdict"] == "fragmented"
+    assert post.alert["annotations"]["summary"].endswith("in 10 minutes: 1, verdict: fragmented.")
 
 
 def test_each_alert_is_told_once(seen):
