@@ -7,14 +7,16 @@ reaches the caller: each entry guards itself once, as a whole.
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Token
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from threading import get_ident
+from threading import get_ident, main_thread
 from time import perf_counter, time_ns
+from traceback import walk_tb
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -218,10 +220,14 @@ class Requests:
                 self._hook(self._request_hook, "request_hook", span, target.operation, arguments, keywords)
             return probe
         except Exception as error:
-            self.fault(target, error)
             if probe is not None:
                 probe.stop()
+            self.fault(target, error)
             return None
+        except BaseException:  # of a signal handler
+            if probe is not None:
+                probe.abandon()
+            raise
 
     def series(self, target: Target) -> _Series:
         """The label set of a target; of ``other`` beyond ``MAX_TARGETS``."""
@@ -297,12 +303,13 @@ class Requests:
 
     def finish(self, probe: Probe, error: BaseException | None, result: object) -> None:
         """The end of a call, once: its span told and ended, its metrics recorded. Never raises."""
-        thread = get_ident()
-        if thread in self._telling:  # by a signal handler within the SDK, whose locks are not reentrant
-            self._abandoned.put((probe, error))
-            return
-        self._telling.add(thread)
+        thread, inner = get_ident(), True
         try:
+            inner = thread in self._telling
+            if inner:  # a signal handler's, within the SDK, whose locks are not reentrant
+                self._abandoned.put((probe, error))
+                return
+            self._telling.add(thread)
             try:
                 if probe.window is not None:
                     self._tell(probe, probe.window, error, result)
@@ -312,7 +319,10 @@ class Requests:
         except Exception as fault:  # a span processor of the user's may raise too
             self.fault(probe.target, fault)
         finally:
-            self._telling.discard(thread)
+            if not inner:
+                if probe.window is not None and probe.window.counted:  # a signal's exception came between
+                    self.windows.close(probe.window)
+                self._telling.discard(thread)
         if self._closed:
             self._abandoned.put(None)  # wakes who waits for the last one
 
@@ -399,13 +409,18 @@ class Requests:
         try:
             hook(*arguments)
         except Exception as error:
+            if _is_a_signal_handlers(error):
+                raise
             self.telemetry.skip("hook")
             self.telemetry.say_once(name, "torchmem: %s %r raised and is passed over: %r", name, hook, error)
 
     def fault(
         self, target: Target, error: Exception, what: str = "a call of %s could not be measured: %r"
     ) -> None:
-        """A fault of ours: counted, told once for each target and kind, and kept from the caller."""
+        """A fault of ours: counted, told once for each target and kind, and kept from the caller; what a
+        signal handler of the user's raised meanwhile is none, and goes on to them."""
+        if _is_a_signal_handlers(error):
+            raise error
         self.telemetry.skip("request")
         self.telemetry.say_once(
             f"request {target} {type(error)} {what}",
@@ -422,6 +437,15 @@ def _changes(
     later = {reading.device: reading for reading in after}
     pairs = [(reading, later[reading.device]) for reading in before if reading.device in later]
     return [change(*pair) for pair in pairs], [reading for _, reading in pairs]
+
+
+def _is_a_signal_handlers(error: Exception) -> bool:
+    """Whether a signal handler has raised it, as timeouts do, wherever the main thread was."""
+    if get_ident() != main_thread().ident:
+        return False
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
 def _take_back(span: Any, keys: Iterable[str]) -> None:
@@ -538,27 +562,36 @@ class Probe:
         more to be told."""
         if not self.open:
             return False
-        self.open = False
         token, window = self.token, self.window
-        if token is not None:
-            self.token = None
-            try:  # noqa: SIM105 - costs nothing
-                token.var.reset(token)
-            except ValueError:  # as in `leave`
-                pass
-        if window is None:
-            return self.recording
-        self.ended = perf_counter()
-        self.ended_at = time_ns()
-        window.open = False
         try:
-            self.after = self._requests.sampler.request_readings()
-        except Exception as error:
-            self._requests.fault(self.target, error)
+            self.open = False
+            if token is not None:
+                self.token = None
+                try:  # noqa: SIM105 - costs nothing
+                    token.var.reset(token)
+                except ValueError:  # as in `leave`
+                    pass
+            if window is None:
+                return self.recording
+            self.ended = perf_counter()
+            self.ended_at = time_ns()
+            window.open = False
+            try:
+                self.after = self._requests.sampler.request_readings()
+            except Exception as error:
+                self._requests.fault(self.target, error)
+        except BaseException:  # of a signal handler
+            if window is not None:
+                window.open = False
+            with suppress(ValueError, RuntimeError):  # it was reset
+                if token is not None:
+                    token.var.reset(token)
+            self._requests.abandoned(self)
+            raise
         return True
 
     def __del__(self) -> None:
-        if self.open:  # a stream that nobody started, or whose loop has closed
+        if getattr(self, "open", False):  # a stream that nobody started, or whose loop has closed
             self.abandon()
 
 
