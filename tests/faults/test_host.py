@@ -201,6 +201,64 @@ def test_a_signal_handler_may_make_requests_in_the_middle_of_one(gpu):
     assert (got["active"], got["lines"]) == (0, [])
 
 
+def a_handler_that_raises() -> dict:
+    import torch
+
+    served = Served(snapshot_share=0)
+    kept = take(30)
+    given = torch._C._accelerator_getDeviceStats
+    at: list[int] = []  # the readings in whose middle the signal comes
+
+    def interrupted(index: int) -> Any:
+        if at and at.pop(0):
+            signal.raise_signal(signal.SIGALRM)
+        return given(index)
+
+    class Limit:
+        def reached(self, *_: Any) -> None:
+            raise TimeoutError("the user's time is up")
+
+    @track("answer")
+    def answer(given: int) -> int:
+        return given + 1
+
+    answer(0)
+    torch._C._accelerator_getDeviceStats = interrupted
+    TorchMemInstrumentor().uninstrument()
+    served.instrument(snapshot_share=0)
+    signal.signal(signal.SIGALRM, Limit().reached)
+    answers = [answer(0)]
+    for where in ([1], [0, 1], [0, 0, 1]):  # before the call, after it, before the next one
+        at[:] = where
+        try:
+            answers.append(answer(1))
+            answers.append(answer(2))
+        except TimeoutError as error:
+            answers.append(str(error))
+        at.clear()
+    answers.append(answer(3))
+    served.collect()
+    return {
+        "answers": answers,
+        "active": served.active,
+        "exclusive": served.spans[-1].attributes["torch.memory.exclusive"],
+        "unended": served.spans[-1].parent is not None,
+        "durations": served.durations,
+        "skipped": served.skipped,
+        "lines": served.lines,
+        "kept": kept.numel(),
+    }
+
+
+def test_what_a_signal_handler_raises_within_a_measurement_reaches_the_user(gpu):
+    got = gpu.run(a_handler_that_raises)
+    up = "the user's time is up"
+    assert got["answers"] == [1, up, up, 2, up, 4]
+    assert (got["active"], got["exclusive"], got["unended"]) == (0, True, False)
+    assert (got["skipped"], got["lines"]) == ({}, [])
+    assert got["durations"] >= 3
+
+
 # ---- the interpreter ends
 
 

@@ -123,8 +123,8 @@ def forked_during_a_collection() -> dict:
 @pytest.mark.needs_emulation
 def test_a_child_forked_during_a_collection_serves_and_can_export(gpu):
     got = gpu.run(forked_during_a_collection, timeout=90)
-    assert got["forked in the middle"] == 1
     assert got["child"] == [[1, 2, 3, 4], 1]
+    assert got["forked in the middle"] == 1
     assert got["parent"] == [2, 30 * MIB, 30 * MIB]
     assert got["lines"] == []
 
