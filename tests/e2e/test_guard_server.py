@@ -302,7 +302,7 @@ def test_workers_that_share_a_socket_gate_arrivals_and_the_supervisor_replaces_o
     told |= {"places": str(tmp_path / "places")}
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "uvicorn", "--workers", "2", "--port", str(port), "--app-dir", str(HERE)]
+    command = [sys.executable, "-m", "uvicorn", "--workers", "2", "--log-level", "warning", "--port", str(port), "--app-dir", str(HERE)]
     errors = tmp_path / "errors"
     with errors.open("wb") as log:
         process = gpu.popen(

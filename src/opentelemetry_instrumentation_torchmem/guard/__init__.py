@@ -10,7 +10,7 @@ Off unless one is made::
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .grpc_health import grpc_health
+    from .health import grpc_health
     from .middleware import MemoryGuardMiddleware
     from .places import Places
     from .policy import DeviceReadings, Headroom, Policy, Readings, Slack, Verdict
@@ -29,7 +29,7 @@ _HOMES = {
     "Readings": "policy",
     "Slack": "policy",
     "Verdict": "policy",
-    "grpc_health": "grpc_health",
+    "grpc_health": "health",
 }
 
 __all__ = [

@@ -247,7 +247,9 @@ class Machine:
         if self.state is State.RESTART_WANTED:
             if self._past(self.timing.restart_limit, now) and not (self.shut or self._hanging):
                 return self._back(Transition.NOT_RESTARTED, "nobody has replaced the process", now)
-            seen = not self.steers or now - self._drained_since >= self.timing.min_not_ready
+            # where readiness does not steer, connections that are kept alive are closed meanwhile
+            seen_since = self._drained_since if self.steers else self._since
+            seen = now - seen_since >= self.timing.min_not_ready
             if idle and seen and not self._exited:
                 self._exited = True
                 return (Action.EXIT,)

@@ -149,7 +149,7 @@ class MemoryGuard:
         self._drain_began = perf_counter()
         self._ready = self._alive = True
         self.closing = False
-        """Whether connections are asked to close: not ready, and readiness steers."""
+        """Whether connections are asked to close: others are to serve what they would bring."""
 
     def begin_anew(self) -> None:
         """In a forked child: no thread, no request and no state of the parent's."""
@@ -258,7 +258,7 @@ class MemoryGuard:
     def _refresh(self) -> None:
         machine = self._machine
         self._ready = machine.ready
-        self.closing = not machine.ready
+        self.closing = not machine.ready or machine.state is State.RESTART_WANTED
         self._alive = not machine.shut and not (
             self._restart == "liveness" and machine.state is State.RESTART_WANTED
         )
