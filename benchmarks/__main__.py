@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 
-from . import collection, harness, requests, snapshots, start
+from . import collection, guard, harness, requests, snapshots, start
 from .harness import Figure
 
 sys.path.insert(0, str(harness.ROOT / "tests"))
@@ -25,6 +25,7 @@ GROUPS = {
     "start": ("A process without torch", start.figures),
     "requests": ("A measured call", requests.figures),
     "snapshots": ("The analysis of a snapshot", snapshots.figures),
+    "guard": ("A request through the guard", guard.figures),
 }
 PAGE = harness.ROOT / "docs" / "PERFORMANCE.md"
 
@@ -134,6 +135,10 @@ median over the rounds, the quartiles are theirs. Absolute times, in the last co
   threads interrupt. A core's share counts, for ten seconds, a thousand requests that do nothing, one collection
   and a snapshot, with all that the SDK does for the spans and the metrics; half of it is the SDK's own. The
   longest wait is that of a request which comes just when a snapshot begins: 500 requests a second came.
+
+- **A request through the guard** is one that the guard's middleware passes on while the server is ready; its
+  floor is a middleware that does nothing but pass it on. The application, which sends a start and a body, is
+  the same.
 
 What a measured call costs above its floor is some hundred lines of Python, run once. Of 16 µs for one with
 a span (profiled on the first of these machines) 6 are the handle: suppression and nesting looked up, the
