@@ -274,7 +274,7 @@ SITUATIONS = {
         "expandable_segments", growing, "reserved_peak", advised={CUDA_CONF: ON}
     ),
     "a split limit": Situation(
-        "max_split", random_sizes, "reserved_peak", by=0.5,
+        "max_split", random_sizes, "reserved_peak", by=0.4,
         settings={CUDA_CONF: "max_split_size_mb:32"}, advised={},
     ),
     "a split limit with expandable segments": Situation(

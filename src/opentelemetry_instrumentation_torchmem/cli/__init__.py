@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..version import __version__
-from . import snapshot, top
+from . import doctor, snapshot, top
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,14 @@ class _Command:
 
 
 _COMMANDS = {
+    "doctor": _Command(doctor.ABOUT, doctor.DESCRIPTION, doctor.add_arguments, doctor.run),
     "snapshot": _Command(snapshot.ABOUT, snapshot.DESCRIPTION, snapshot.add_arguments, snapshot.run),
     "top": _Command(top.ABOUT, top.DESCRIPTION, top.add_arguments, top.run),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, or 2 for what the user must change.
+    """Runs one command and returns its exit code: 0, 2 for what the user must change; doctor's also 1.
 
     Args:
         argv: the arguments after the program's name; the process's own by default.

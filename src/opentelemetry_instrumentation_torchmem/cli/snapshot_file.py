@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -82,6 +82,8 @@ class Snapshot:
     settings: dict[str, object]
     """Texts (printable), numbers, booleans and dicts of numbers, by name. Empty where the file tells none."""
     file_size: int
+    beside: Mapping[str, object] = field(default_factory=dict[str, object])
+    """What else the file holds, unchecked."""
 
 
 def read(file: Path, max_file: int = MAX_FILE) -> Snapshot:
@@ -130,12 +132,14 @@ def _mib(size: int) -> str:
 
 def _snapshot(whole: object, file_size: int) -> Snapshot:
     settings: object = None
+    beside: dict[str, object] = {}
     if isinstance(whole, dict):
         told = cast("dict[str, object]", whole)
         if "segments" not in told:
             keys = ", ".join(printable(key, 30) for key in list(told)[:5]) or "nothing"
             raise SnapshotError(f"no snapshot: a dict with {keys}, where 'segments' is expected")
         whole, settings = told["segments"], told.get("allocator_settings")
+        beside = {name: value for name, value in told.items() if value is not whole and value is not settings}
     if not isinstance(whole, list):
         raise SnapshotError(f"no snapshot: {_kind_of(whole)}, where a list of segments is expected")
     room = MAX_BLOCKS
@@ -151,7 +155,7 @@ def _snapshot(whole: object, file_size: int) -> Snapshot:
         if one.device == other.device and one.address + one.size > other.address:
             raise SnapshotError(f"two segments of device {one.device} overlap at {other.address:#x}")
     return Snapshot(
-        [segment for segment, _ in pairs], [raw for _, raw in pairs], _settings(settings), file_size
+        [segment for segment, _ in pairs], [raw for _, raw in pairs], _settings(settings), file_size, beside
     )
 
 
