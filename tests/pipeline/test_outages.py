@@ -28,7 +28,7 @@ from pipeline.stack import Example, Stack, example
 WATCHED = Path(__file__).with_name("watched_serve.py")
 OUTAGE_S = float(os.environ.get("OUTAGE_SECONDS", "6"))
 # A refused gRPC connection is tried again after growing pauses; beside it, an export and a scrape.
-BACK_S = 15 + OUTAGE_S / 2
+BACK_S = 15
 KILLED, HANGS, REFUSES, AWAY = OUTAGES = (
     "the collector is killed",
     "the collector hangs",
