@@ -20,6 +20,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, TraceFlags, set_span_in_context
 
 DELTA = dict.fromkeys((Counter, Histogram), AggregationTemporality.DELTA)
 
@@ -63,10 +64,23 @@ class Sender:
     def send_metrics(self) -> bool:
         return self._to[0].export(self._reader.get_metrics_data()).name == "SUCCESS"
 
-    def send_span(self, name: str, **attributes: int | str) -> str | None:
-        """A trace of one span, its attributes with `__` for each dot. Its id, or None if it was refused."""
-        with self.tracer.start_as_current_span(name) as span:
+    def send_span(
+        self, name: str, *, failed: bool = False, after: str | None = None, **attributes: int | str
+    ) -> str | None:
+        """A trace of one span, its attributes with `__` for each dot. Its id, or None if it was refused.
+
+        With `after`, a trace's id, the span is one more of that trace.
+        """
+        context = None
+        if after is not None:
+            parent = SpanContext(
+                int(after, 16), 1, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+            )
+            context = set_span_in_context(NonRecordingSpan(parent))
+        with self.tracer.start_as_current_span(name, context) as span:
             span.set_attributes({key.replace("__", "."): value for key, value in attributes.items()})
+            if failed:
+                span.set_status(StatusCode.ERROR)
         spans = self._spans.get_finished_spans()
         self._spans.clear()
         taken = self._to[1].export(spans).name == "SUCCESS"

@@ -280,6 +280,36 @@ def test_an_agent_hands_metrics_traces_and_logs_to_a_gateway_which_samples(
             assert traces.trace(dropped) == []
 
 
+def test_tail_sampling_judges_by_each_of_its_signs_and_remembers_what_it_judged(tmp_path: Path) -> None:
+    with jaeger(tmp_path) as traces:
+        environment = {"TRACES_ENDPOINT": traces.grpc, "DECISION_WAIT": "2s", "KEPT_SHARE_PERCENT": "0"}
+        with collector(tmp_path, environment=environment) as otelcol:
+            sender = Sender(otelcol.grpc, "sampled")
+            delta = "torch__memory__reserved__delta"
+            kept = {
+                "failed": sender.send_span("a", failed=True),
+                "retried": sender.send_span("a", torch__memory__allocation__retries=1),
+                "ran out": sender.send_span("a", torch__memory__ooms=1),
+                "grew": sender.send_span("a", **{delta: 256 * 2**20 + 1}),
+            }
+            dropped = {
+                "as much as is allowed": sender.send_span("a", **{delta: 256 * 2**20}),
+                "shrank": sender.send_span("a", **{delta: -(2**30)}),
+                "nothing": sender.send_span("a", torch__memory__allocation__retries=0, torch__memory__ooms=0),
+                "not ours": sender.send_span("a"),
+            }
+            until(lambda: all(traces.trace(each) for each in kept.values()), 30, "those to be kept")
+            # Spans of both kinds that come after the decision; a bad one does not save what was dropped.
+            sender.send_span("late", after=kept["grew"])
+            sender.send_span("late", after=dropped["nothing"], failed=True)
+            until(lambda: len(traces.trace(kept["grew"])) == 2, 30, "a span that came late")
+            marker = sender.send_span("marker", failed=True)
+            until(lambda: traces.trace(marker), 30, "what was sent after it")
+            assert {name: traces.trace(each) for name, each in dropped.items()} == {
+                name: [] for name in dropped
+            }
+
+
 def test_logs_go_to_a_store_by_otlp_with_their_service(tmp_path: Path) -> None:
     bodies: list[tuple[str, bytes]] = []
 
