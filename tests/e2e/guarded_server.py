@@ -29,6 +29,7 @@ from fastapi import BackgroundTasks, FastAPI
 from fastapi.responses import StreamingResponse
 
 from opentelemetry_instrumentation_torchmem import MemoryGuard, MemoryGuardMiddleware, TorchMemInstrumentor
+from opentelemetry_instrumentation_torchmem.compaction import Compaction
 from opentelemetry_instrumentation_torchmem.guard import Headroom, Places, Slack
 from opentelemetry_instrumentation_torchmem.guard.machine import State, Timing
 
@@ -54,9 +55,7 @@ class Sick:
         self.streams = self.background = 0
 
 
-def with_routes(app: FastAPI, guard: MemoryGuard, exported: Exported, traced: Traced) -> FastAPI:
-    sick = Sick()
-
+def with_routes(app: FastAPI, guard: MemoryGuard, exported: Exported, traced: Traced, sick: Sick) -> FastAPI:
     @app.get("/pid")
     def pid() -> int:
         return os.getpid()
@@ -94,7 +93,7 @@ def with_routes(app: FastAPI, guard: MemoryGuard, exported: Exported, traced: Tr
 
     @app.post("/leak")
     def leak(mib: int) -> None:
-        sick.leaked += fragments(mib)
+        sick.leaked.extend(fragments(mib))
 
     @app.post("/compute")
     async def compute(seconds: float) -> None:
@@ -148,6 +147,7 @@ def create(told: dict[str, Any]) -> FastAPI:
         meter_provider=exported.provider, tracer_provider=traced.provider, snapshot_share=0.1
     )
     faster = told.get("faster", 1)
+    sick = Sick()
     guard = MemoryGuard(
         policy_of(told),
         timing=Timing(**told["timing"]),
@@ -158,6 +158,7 @@ def create(told: dict[str, Any]) -> FastAPI:
         meter_provider=exported.provider,
         tracer_provider=traced.provider,
         ready_file=told.get("ready_file"),
+        compact=Compaction(sick.leaked) if told.get("compacts") else None,
     )
     if told["app"] == "example":
         import serve
@@ -167,7 +168,7 @@ def create(told: dict[str, Any]) -> FastAPI:
         app = FastAPI()
     app.state.weights = take(told.get("weights_mib", 64))
     app.add_middleware(MemoryGuardMiddleware, guard=guard)
-    return with_routes(app, guard, exported, traced)
+    return with_routes(app, guard, exported, traced, sick)
 
 
 if __name__ == "__main__":

@@ -297,12 +297,44 @@ def test_what_clearing_cannot_win_is_won_by_a_fresh_worker_and_no_request_is_los
 
 
 @pytest.mark.timeout(600)
+def test_what_live_memory_traps_is_won_by_compaction_and_no_request_is_lost(gpu):
+    told = {"app": "bare", "policy": "headroom", "need_mib": 1500, "compacts": True, "timing": TIMING}
+    with guarded(gpu, told) as (supervisor, balancer, load):
+        for always in (True, False, False):
+            load.go(compute, pause=0.05, always=always)
+        assert httpx.post(f"{supervisor.url}/leak", params={"mib": 2200}, timeout=60).status_code == 200
+        until(lambda: balancer.seen[-1] == 503)
+        until(lambda: balancer.seen[-1] == 200, what="it is ready again")
+        load.stop()
+        told = told_by(supervisor.url)
+    print(dict(load.outcomes), transitions(told), told["metrics"]["torch.memory.guard.headroom_won"])
+    assert load.lost == {}
+    assert supervisor.exits == []
+    assert transitions(told) == {"drain_begun": 1, "clear_begun": 1, "recovered": 1}
+    won = told["metrics"]["torch.memory.guard.headroom_won"]
+    assert won["clear"] == 0
+    assert won["compaction"] > 800 << 20
+
+
+@pytest.mark.timeout(600)
 def test_workers_that_share_a_socket_gate_arrivals_and_the_supervisor_replaces_one_at_a_time(gpu, tmp_path):
     told = {"app": "bare", "policy": "headroom", "need_mib": 700, "restart": "sigterm", "timing": TIMING}
     told |= {"places": str(tmp_path / "places")}
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "uvicorn", "--workers", "2", "--log-level", "warning", "--port", str(port), "--app-dir", str(HERE)]
+    command = [
+        sys.executable,
+        "-m",
+        "uvicorn",
+        "--workers",
+        "2",
+        "--log-level",
+        "warning",
+        "--port",
+        str(port),
+        "--app-dir",
+        str(HERE),
+    ]
     errors = tmp_path / "errors"
     with errors.open("wb") as log:
         process = gpu.popen(
