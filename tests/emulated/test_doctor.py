@@ -4,10 +4,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import pickle
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -490,3 +496,164 @@ def test_the_first_advice_is_right_since_the_same_work_goes_better_with_it(told,
 def test_a_healthy_server_is_told_nothing(told, name):
     (outcome,) = told[name]
     assert value_of(outcome)["advice"] == []
+
+
+# ---- a process's own dump, and the command ----
+
+RUN = "import sys; from opentelemetry_instrumentation_torchmem.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+def dumped(file: str, plain: str) -> list[list[str]]:
+    """A process that works badly writes itself down, beside torch's own snapshot of the same moment."""
+    import torch
+
+    from opentelemetry_instrumentation_torchmem import advice
+
+    fragmenting(False)
+    growing(False)
+    advice.dump(file)
+    torch.cuda.memory._dump_snapshot(plain)
+    return [[each.code, each.change, each.why] for each in advice.examine()[0].advice]
+
+
+def healthy_dumped(file: str) -> None:
+    from opentelemetry_instrumentation_torchmem import advice
+
+    steady(False)
+    advice.dump(file)
+
+
+def test_the_command_says_of_a_dump_what_the_process_says_of_itself(gpu, tmp_path):
+    file, plain = tmp_path / "app.pickle", tmp_path / "plain.pickle"
+    said = gpu.run(dumped, args=[str(file), str(plain)], memory=MEMORY)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert sorted(tmp_path.iterdir()) == [file, plain]
+    text = command("doctor", "--snapshot", file)
+    assert (text.returncode, text.stderr) == (1, "")
+    for number, (code, change, why) in enumerate(said, 1):
+        assert f"  {number}. {change}  [{code}]\n     {why}\n" in text.stdout
+    (device,) = json.loads(command("doctor", "--snapshot", file, "--json").stdout)["devices"]
+    assert [[each["code"], each["change"], each["why"]] for each in device["advice"]] == said
+    assert device["device"] == "cuda:0"
+    assert device["figures"]["total"] == MEMORY
+    assert device["activity"]["retries"] > 0
+    # torch's own snapshot tells less, and the same of what it does tell
+    (alone,) = json.loads(command("doctor", "--snapshot", plain, "--json").stdout)["devices"]
+    assert alone["figures"]["total"] is alone["figures"]["headroom"] is alone["activity"] is None
+    assert alone["figures"]["trapped"] == device["figures"]["trapped"]
+    assert alone["advice"][0]["code"] == said[0][0] == "expandable_segments"
+    # the file is a snapshot like any other
+    summary = command("snapshot", file, "--no-picture")
+    assert (summary.returncode, summary.stderr) == (0, "")
+    assert {"segments", "device_traces"} <= set(pickle.loads(file.read_bytes()))
+
+
+def test_the_command_says_that_a_healthy_process_is_healthy_and_nothing_else(gpu, tmp_path):
+    file = tmp_path / "app.pickle"
+    gpu.run(healthy_dumped, args=[str(file)], memory=MEMORY)
+    text = command("doctor", "--snapshot", file)
+    assert text.returncode == 0
+    first, *others = text.stdout.splitlines()
+    assert first.startswith("cuda:0: ")
+    assert others == ["  Nothing to change."]
+    # unless more is needed than there is
+    needed = command("doctor", "--snapshot", file, "--need", "1.9GiB")
+    assert needed.returncode == 1
+    assert "[full]" in needed.stdout
+
+
+def nothing_to_see() -> list[str]:
+    import torch
+
+    from opentelemetry_instrumentation_torchmem import advice
+
+    said = []
+    try:
+        advice.examine()
+    except advice.NothingToSeeError as error:
+        said.append(str(error))
+    return [*said, str(torch.cuda.is_initialized())]
+
+
+def test_a_process_without_cuda_has_nothing_to_examine_and_gets_none(gpu):
+    assert gpu.run(nothing_to_see, memory=MEMORY) == ["CUDA is not initialised in this process", "False"]
+
+
+# ---- the cost of reallocation ----
+
+
+def costs(calls: dict[str, int]) -> dict[str, Any]:
+    """Calls of the driver take so many milliseconds. What is measured of them, and what a workload loses."""
+    import torch
+    from emulator import control
+
+    from opentelemetry_instrumentation_torchmem.advice import Activity, Overhead, examine, measure
+    from opentelemetry_instrumentation_torchmem.allocator.source import Source
+
+    take(1)
+    for call, milliseconds in calls.items():
+        control.pause(call, 0, milliseconds)
+    times = measure(torch, 0, repeat=5)
+    source = Source(torch)
+    lost = 0.0
+    before = source.read(0)
+    for _ in range(10):
+        began = time.perf_counter()
+        request = [take(64), take(100)]
+        del request
+        torch.cuda.empty_cache()
+        lost += time.perf_counter() - began
+        time.sleep(0.05)  # what the request is there for
+    after = source.read(0)
+    estimate = Overhead.of(Activity.between(before, after), times)
+    assert estimate is not None
+    told = examine(times=times)[0].evidence.overhead
+    return {
+        "allocation": times.allocation,
+        "free": times.free,
+        "estimate": estimate.share,
+        "truth": lost / (after.at - before.at),
+        "calls": estimate.calls,
+        "since_start": told is not None,
+    }
+
+
+def test_reallocation_overhead_is_estimated_near_the_truth_where_calls_take_long(gpu):
+    got = gpu.run(costs, args=[{"cudaMalloc": 20, "cudaFree": 30}], memory=MEMORY)
+    print(got)
+    assert got["allocation"] >= 0.020
+    assert got["free"] >= 0.030
+    assert got["calls"] == 20 + 20 + 10  # allocations, frees, and a wait for each flush
+    assert 0.8 * got["truth"] <= got["estimate"] <= 1.25 * got["truth"]
+    assert got["truth"] > 0.5
+    assert got["since_start"]
+
+
+def of_history() -> dict[str, Any]:
+    """What a memory history tells of the time that calls take: where the cache is flushed."""
+    import torch
+    from emulator import control
+
+    from opentelemetry_instrumentation_torchmem.advice import times_of_trace
+
+    torch.cuda.memory._record_memory_history(stacks="python")
+    buffers = [take(200 + step) for step in range(8)]
+    del buffers
+    control.pause("cudaFree", 0, 30)
+    control.pause("cudaMalloc", 0, 90)
+    take(900)  # flushes
+    found = times_of_trace(torch.cuda.memory._snapshot()["device_traces"][0])
+    assert found is not None
+    return {"free": found.free, "allocation": found.allocation}
+
+
+def test_a_memory_history_tells_what_calls_took_where_the_cache_was_flushed(gpu):
+    got = gpu.run(of_history, memory=MEMORY)
+    assert got["free"] >= 0.030
+    assert got["allocation"] >= 0.080

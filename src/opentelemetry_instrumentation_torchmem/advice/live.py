@@ -76,7 +76,7 @@ def told(seconds: float = 0.0) -> dict[str, Any]:
         raise NothingToSeeError("CUDA is not initialised in this process")
     source = Source(torch)
     if source.backend == UNCACHED:
-        return {"segments": [], KEY: {"backend": UNCACHED, "devices": {0: {}}}}
+        return {"segments": [], KEY: {"backend": UNCACHED, "devices": {"0": {}}}}
     if source.backend != NATIVE:
         raise NothingToSeeError(f"the backend {source.backend} tells nothing of its blocks")
     used = source.used_devices()
@@ -94,7 +94,7 @@ def told(seconds: float = 0.0) -> dict[str, Any]:
         "expandable_blocked": _expandable_blocked(torch),
         "graph_pools": _graph_pools(torch),
         "devices": {
-            index: {
+            str(index): {
                 **_limits(source, after[index]),
                 **asdict(
                     Activity.between(before[index], after[index])
@@ -223,9 +223,9 @@ class _Told:
         where = f"{self._where}: {name}"
         inner = self._dict(self._given.get(name, {}), where)
         return {
-            index: _Told(value, f"{where} {index}")
+            int(index): _Told(value, f"{where} {index}")
             for index, value in inner.items()
-            if isinstance(index, int)
+            if isinstance(index, str) and index.isascii() and index.isdecimal() and len(index) < 5
         }
 
 

@@ -135,24 +135,24 @@ class Overhead:
 def times_of_trace(entries: Iterable[Mapping[str, Any]]) -> DriverTimes | None:
     """What calls took, by one device's memory history: where the allocator makes one after another.
 
-    While it flushes its cache nothing else happens between two entries, so the time between them is a call's.
-    None where the history holds no flush.
+    While it flushes its cache nothing else happens between two entries, and each free is noted before it is
+    made: the time between two is that of the first. None where the history holds no such flush.
     """
     frees: list[float] = []
-    allocations: list[float] = []
+    both: list[float] = []
+    """The last free of a flush, and the allocation that it was for."""
     for before, after in pairwise(entries):
         if before.get("action") in _GIVEN_BACK:
             took = (after["time_us"] - before["time_us"]) / 1e6
             if after.get("action") in _GIVEN_BACK:
                 frees.append(took)
             elif after.get("action") in _TAKEN:
-                allocations.append(took)
-    if not frees and not allocations:
+                both.append(took)
+    if not frees:
         return None
+    free = median(frees)
     return DriverTimes(
-        median(allocations) if allocations else None,
-        median(frees) if frees else None,
-        origin="the flushes in the memory history",
+        max(0.0, median(both) - free) if both else None, free, origin="the flushes in the memory history"
     )
 
 
