@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from typing import Any
 
@@ -27,6 +28,7 @@ from opentelemetry_instrumentation_torchmem import MemoryGuard, MemoryGuardMiddl
 from opentelemetry_instrumentation_torchmem.guard import CompactionOutcome, DeviceReadings, Readings
 from opentelemetry_instrumentation_torchmem.guard.machine import State, Timing
 from opentelemetry_instrumentation_torchmem.guard.middleware import endpoint
+from opentelemetry_instrumentation_torchmem.guard.telling import Figures
 
 MIB = 1 << 20
 
@@ -390,6 +392,19 @@ def test_a_file_is_there_while_it_is_ready(tmp_path):
     assert ready.exists()
     server.guard.stop()
     assert not ready.exists()
+
+
+def test_a_forked_child_begins_anew():
+    server = Server()
+    server.drain()
+    server.guard.gate.lane().count += 1  # its thread's identity is the child's too
+    child = os.fork()
+    if child == 0:
+        guard = server.guard
+        anew = (guard.state, guard.ready(), guard.gate.in_flight, guard.closing, guard._figures.transitions)
+        os._exit(0 if anew == (State.SERVING, True, 0, False, Figures().transitions) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (server.guard.state, server.guard.gate.in_flight) == (State.DRAINING, 1)
 
 
 @pytest.mark.parametrize(

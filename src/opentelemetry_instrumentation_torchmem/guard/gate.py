@@ -87,18 +87,14 @@ class Gate:
 
     def __init__(self, arrival_limit: float = 30.0) -> None:
         """``arrival_limit`` is the longest that an arrival waits, in seconds."""
-        self.closed = False
-        self.shut = False
-        self.refuses = False
-        """For good: who waits need wait no longer."""
         self.arrival_limit = arrival_limit
-        self.held = 0
-        """Arrivals that had to wait, so far."""
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """As if nothing had arrived: in a forked child the parent's requests never end."""
-        self.closed = False
+        self.closed = self.shut = self.refuses = False
+        self.held = 0
+        """Arrivals that had to wait, so far."""
         self._lanes: dict[int, Lane] = {}
         self.recent: Lane | None = None
         """The lane that was last asked for: most servers have but one."""

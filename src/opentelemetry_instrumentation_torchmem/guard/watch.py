@@ -33,6 +33,8 @@ from .steps import Compact, CompactionOutcome
 from .telling import Figures, Step, Teller
 
 _T = TypeVar("_T")
+_UNKNOWN = 120.0
+"""Seconds after which it is said that the policy has nothing to judge by."""
 _PACE = 0.1
 """Seconds between two looks while something is under way."""
 
@@ -154,6 +156,7 @@ class MemoryGuard:
     def begin_anew(self) -> None:
         """In a forked child: no thread, no request and no state of the parent's."""
         self.gate.begin_anew()
+        self._figures = Figures()
         self._teller.begin_anew()
         if self._alone is not None:
             self._alone.begin_anew()
@@ -227,6 +230,18 @@ class MemoryGuard:
                     verdict.reason,
                     self._clock() if verdict.as_of is None else verdict.as_of,
                     self._clock(),
+                )
+            if (
+                verdict.sick is None
+                and self._clock() - self._began > _UNKNOWN
+                and readings
+                and readings.devices
+            ):
+                self._say(
+                    "unknown",
+                    "the guard's policy has nothing to judge by: no need is known (give Headroom one, or "
+                    "instrument the requests), or no headroom is",
+                    level=logging.INFO,
                 )
             if self._places is not None and self._said_sick is not verdict.sick:
                 self._said_sick = verdict.sick
