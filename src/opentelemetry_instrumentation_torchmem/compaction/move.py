@@ -148,8 +148,9 @@ class Compaction:
         work.devices = sorted({each.home.device for each in found})
         for device in work.devices:
             torch.cuda.synchronize(device)
-        work.before, allocated = _measured(work)
-        work.left = None if allocated is None else allocated - sum(each.block for each in found)
+        work.before = _headroom(work)
+        allocated = sum(work.source.read(device).allocated or 0 for device in work.devices)
+        work.left = allocated - sum(each.block for each in found)
         copies = _copied_out(found, torch)
         self._kept = copies  # from here on nothing raises that leaves a byte nowhere
         for kept in copies:
@@ -209,7 +210,7 @@ class Compaction:
         after = None
         if not self.missing:
             try:
-                after, _ = _measured(work)
+                after = _headroom(work)
             except Exception as failed:  # it is moved all the same
                 _logger.warning("torchmem: after a compaction: %s", _in_brief(failed))
         return Compacted(
@@ -321,8 +322,8 @@ def _home(kept: _Kept) -> Home:
     return kept.found.home
 
 
-def _measured(work: _Work) -> tuple[int | None, int | None]:
-    """The headroom, and what is allocated, of the devices concerned, in sum; None where it cannot be told."""
+def _headroom(work: _Work) -> int | None:
+    """Of the devices concerned, in sum; None where it cannot be told."""
     source = work.source
     limits: dict[int, Limits] = {}
     for device in work.devices:
@@ -332,5 +333,4 @@ def _measured(work: _Work) -> tuple[int | None, int | None]:
     maps = analyse(source.snapshot()["segments"], source.settings(), limits)
     headrooms = [maps[device].headroom for device in work.devices]
     known = [each.least for each in headrooms if each is not None]
-    allocated = sum(maps[device].allocated for device in work.devices)
-    return (sum(known) if len(known) == len(headrooms) else None), allocated
+    return sum(known) if len(known) == len(headrooms) else None
