@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from opentelemetry_instrumentation_torchmem.allocator.reading import (
@@ -11,6 +13,8 @@ from opentelemetry_instrumentation_torchmem.allocator.reading import (
     external,
 )
 from opentelemetry_instrumentation_torchmem.allocator.sampler import Totals
+from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorSettings
+from opentelemetry_instrumentation_torchmem.allocator.snapshot import analyse
 from opentelemetry_instrumentation_torchmem.allocator.state import DeviceState
 
 
@@ -63,6 +67,39 @@ def test_the_ledger_sums_to_the_limit():
 def test_the_ledger_has_one_state_cached_where_splits_are_not_told():
     got = state(reading(allocated=50, active=60, reserved=100)).ledger
     assert got == {"allocated": 50, "pending_free": 10, "cached": 40, "external": 100, "free": 800}
+
+
+def test_a_private_pools_wholly_free_segments_are_trapped_though_the_statistics_do_not_count_them():
+    of = reading(allocated=10, active=10, reserved=100, inactive_split=20)
+
+    def segment(pool: tuple[int, int], *blocks: tuple[int, str]) -> dict[str, Any]:
+        starts = [sum(size for size, _ in blocks[:index]) for index in range(len(blocks))]
+        active = sum(size for size, state in blocks if state != "inactive")
+        return {
+            "device": 0, "address": 0, "total_size": sum(size for size, _ in blocks), "stream": 0,
+            "active_size": active, "allocated_size": active, "segment_pool_id": pool,
+            "segment_type": "large", "is_expandable": False,
+            "blocks": [
+                {"address": start, "size": size, "state": state}
+                for start, (size, state) in zip(starts, blocks, strict=True)
+            ],
+        }  # fmt: skip
+
+    segments = [
+        segment((0, 0), (10, "active_allocated"), (20, "inactive")),
+        segment((0, 0), (30, "inactive")),
+        segment((1, 0), (40, "inactive")),
+    ]
+    settings = AllocatorSettings.parse("", "test")
+    owned = analyse(segments, settings, {}, live_pools={(0, (1, 0))})[0]
+    unknown = analyse(segments, settings, {})[0]
+    told = state(of)._replace(map=owned, map_is_current=True)
+    assert told.fragmentation == 0.6
+    assert (told.ledger["split_free"], told.ledger["cached_free"]) == (60, 30)
+    assert told._replace(map_is_current=False).ledger["cached"] == 90
+    assert told._replace(map=unknown).fragmentation is None
+    assert told._replace(map=unknown).ledger["cached"] == 90
+    assert state(of).fragmentation == 0.2  # without a snapshot nobody knows of the pool
 
 
 def test_a_backend_that_counts_nothing_cannot_tell_what_is_pending():
