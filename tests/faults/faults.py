@@ -65,12 +65,20 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
         "            return self._source\n",
         "the source is asked each time whether it is this process's",
     )
-    drains = Removal(
-        "requests/probe.py",
-        "            if not self._abandoned.empty():\n                self.drain()\n",
-        "",
-        "what was given up is told by the next call too, not by collections alone",
-    )
+    drains = [
+        Removal(
+            "requests/probe.py",
+            "            self._wake.get()\n            self.drain()\n",
+            "            self._wake.get()\n",
+            "what was given up is told at once, on a thread of our own",
+        ),
+        Removal(
+            "requests/probe.py",
+            "            if requests.abandoned:\n                requests.drain()\n",
+            "",
+            "what was given up is told by the next call too, not by collections alone",
+        ),
+    ]
 
     def guard(file: str, before: str, after: str, does: str) -> Removal:
         """An ``except Exception``, between what stands before and after it, that catches nothing more."""
@@ -325,8 +333,8 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "requests/probe.py",
-                        "        self._abandoned.put((probe, None))\n",
-                        "        self.finish(probe, None, None)\n",
+                        "        self.abandoned.append((probe, error))\n",
+                        "        self.finish(probe, error, None)\n",
                         "a finalizer records nothing: it queues what ended",
                     )
                 ],
@@ -343,8 +351,8 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "requests/probe.py",
-                        "failure = None if error is None or not isinstance(error, Exception) else ",
-                        "failure = None if error is None else ",
+                        "failure = error if isinstance(error, Exception) else None\n",
+                        "failure = error\n",
                         "only an `Exception` is a failure",
                     )
                 ],
@@ -393,7 +401,7 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     guard(
                         "requests/probe.py",
-                        "                    probe.span.end(probe.ended_at)\n        ",
+                        "                    span.end(probe.ended_at)\n        ",
                         " as fault:",
                         "what the end of a span raises stops there",
                     )
@@ -441,10 +449,16 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "requests/probe.py",
-                        "                if not self._closed:\n                    self._record(",
+                        "                if not self.closed:\n                    self._record(",
                         "                if True:\n                    self._record(",
                         "what ends after the end is not recorded",
-                    )
+                    ),
+                    Removal(
+                        "requests/probe.py",
+                        "                                if not self.closed:\n                                    self.record_duration(",
+                        "                                if True:\n                                    self.record_duration(",
+                        "nor where a call left nothing new",
+                    ),
                 ],
                 also=[
                     "emulated/test_requests.py::test_uninstrument_with_requests_in_flight_lets_them_end_and_leaves_nothing",
@@ -492,7 +506,7 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 "Calls take as long as before; spans of abandoned streams end though nothing collects any more; "
                 "new providers are served.",
                 "faults/test_export.py::test_providers_that_are_shut_down_hold_up_no_call_and_new_ones_are_served",
-                [drains],
+                drains,
             ),
             Fault(
                 "A provider is replaced",
@@ -518,7 +532,7 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                     "Calls take as long as before, abandoned streams end meanwhile, `uninstrument()` waits for "
                     "nothing; in the end the totals count every request.",
                     "faults/test_export.py::test_a_collector_that_is_unwell_holds_up_no_call_and_later_gets_the_whole_sum",
-                    [drains],
+                    drains,
                 )
                 for state, done in (
                     ("is down", "It is killed, and nobody listens"),
@@ -573,8 +587,8 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "requests/probe.py",
-                        'name="torchmem-in-flight", daemon=True',
-                        'name="torchmem-in-flight", daemon=False',
+                        'name="torchmem-streams", daemon=True',
+                        'name="torchmem-streams", daemon=False',
                         "who waits for the last streams does not keep the process",
                     )
                 ],
@@ -587,8 +601,8 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "requests/probe.py",
-                        "            inner = thread in self._telling\n",
-                        "            inner = False\n",
+                        "        if thread in self._telling:  # a signal",
+                        "        if False:  # a signal",
                         "who interrupts the SDK on the same thread waits for it to end",
                     )
                 ],
@@ -637,8 +651,8 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "requests/shapes.py",
-                        "            shapes.append(_shape(item.shape))\n",
-                        "            shapes.append(str(item.tolist()))\n",
+                        "            found += value.shape, value.dtype\n",
+                        "            found += tuple([*value.shape, *value.flatten().tolist()]), value.dtype\n",
                         "of a tensor its shape is told",
                     )
                 ],

@@ -133,20 +133,18 @@ def test_a_child_forked_during_a_collection_serves_and_can_export(gpu):
 
 SPAWNING = """
 import json, multiprocessing, os
+import torch
 
 class Engine:
     def generate(self, mib):
-        import torch
         self.kept = torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
         return self.kept.numel() >> 20
 
 def work(mib, answers):
-    import torch
     engine = Engine()
     answers.put([os.getpid(), engine.generate(mib)])
 
 if __name__ == "__main__":
-    import torch
     Engine().generate(10)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
