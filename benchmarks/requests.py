@@ -11,6 +11,7 @@ import contextvars
 import gc
 import tracemalloc
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class Bench:
         return Wiring(OwnTelemetry(), Config.of(options, {}), **given)
 
     def floor(self, *, span: bool, records: bool) -> Side:
-        """The same call with two raw readings, and a span and records where ours makes them."""
+        """The same call, measured by hand: a method with two raw readings around it, and a span and records
+        where ours makes them."""
         self.ours()()
         told = dict(self.processor.last.attributes or {})
         labels = {key: told.pop(key) for key in ("torch.operation", "code.function.name")}
@@ -83,44 +85,51 @@ class Bench:
             for row in REQUEST_METRICS
             if row.kind is Kind.HISTOGRAM
         ]
-        read = torch._C._accelerator_getDeviceStats
-        bare, ids = Model().generate, torch.ones(1, 2048, dtype=torch.int64)
+        duration, *growths = histograms
+        read, bare = torch._C._accelerator_getDeviceStats, Model.generate
 
-        def by_hand() -> None:
-            context = get_current()
-            if span:
-                made = tracer.start_span("generate Model", context, attributes=labels)
-                context = set_span_in_context(made, context)
-            before = read(0)
-            bare(ids, max_new_tokens=8)
-            after = read(0)
-            if span:
-                made.set_attributes(told)
-            if records:
-                for histogram in histograms:
-                    histogram.record(0, exclusive, context)
-            if span:
-                made.end()
-            del before, after
+        class ByHand(Model):
+            def generate(self, ids: torch.Tensor, *, max_new_tokens: int) -> None:
+                context = get_current()
+                if span:
+                    made = tracer.start_span("generate Model", context, attributes=labels)
+                    context = set_span_in_context(made, context)
+                before = read(0)
+                began = perf_counter()
+                bare(self, ids, max_new_tokens=max_new_tokens)
+                ended = perf_counter()
+                after = read(0)
+                if span:
+                    made.set_attributes(told)
+                if records:
+                    duration.record(ended - began, exclusive, context)
+                    for growth in growths:
+                        growth.record(0, exclusive, context)
+                if span:
+                    made.end()
+                del before, after
 
-        return by_hand
+        model, ids = ByHand(), torch.ones(1, 2048, dtype=torch.int64)
+        return lambda: model.generate(ids, max_new_tokens=8)
 
     def bare_span(self) -> Side:
         """The same call under a span that is sampled out."""
-        tracer, bare, ids = self.dropped.get_tracer("floor"), Model().generate, torch.ones(1, 2048)
+        tracer, bare = self.dropped.get_tracer("floor"), Model.generate
 
-        def sampled_out() -> None:
-            made = tracer.start_span("generate Model")
-            bare(ids, max_new_tokens=8)
-            made.end()
+        class ByHand(Model):
+            def generate(self, ids: torch.Tensor, *, max_new_tokens: int) -> None:
+                made = tracer.start_span("generate Model")
+                bare(self, ids, max_new_tokens=max_new_tokens)
+                made.end()
 
-        return sampled_out
+        model, ids = ByHand(), torch.ones(1, 2048)
+        return lambda: model.generate(ids, max_new_tokens=8)
 
     def beside(self, others: int) -> Side:
         """A measured call with other windows open all the while."""
         wiring = self.wiring()
-        begin, target = wiring._requests.begin, Target("app.Model.generate", "generate")
-        self.open += [contextvars.Context().run(begin, target, "generate Model") for _ in range(others)]
+        calls = wiring._requests.calls(Target("app.Model.generate", "generate"), "generate Model")
+        self.open += [contextvars.Context().run(calls.begin) for _ in range(others)]
         return call(wiring)
 
 

@@ -107,6 +107,7 @@ class Wiring:
             windows,
             telemetry,
             awake=_awake(tracer_provider, meter_provider, config.request_metrics),
+            request_metrics=config.request_metrics,
             request_hook=request_hook,
             response_hook=response_hook,
             out_of_memory=self._ooms.request_failed if config.oom_evidence else None,

@@ -147,7 +147,7 @@ def test_figures_older_than_five_minutes_are_absent(gpu):
 @native.body
 def two_at_once() -> dict:
     from opentelemetry_instrumentation_torchmem.allocator.pools import PoolWatch
-    from opentelemetry_instrumentation_torchmem.allocator.windows import OpenWindows
+    from opentelemetry_instrumentation_torchmem.allocator.windows import OpenWindows, Window
     from opentelemetry_instrumentation_torchmem.telemetry import OwnTelemetry
 
     survey.IDLE_WAIT = 20.0
@@ -164,7 +164,7 @@ def two_at_once() -> dict:
 
     survey.Survey._look = noted
     collecting.request_readings()  # so it knows the device
-    window = windows.open("answer")
+    window = windows.open(Window())
     threads = [threading.Thread(target=collecting.collect) for _ in range(3)]
     for thread in threads:
         thread.start()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,9 @@ class Measured:
     def spans(self) -> list[ReadableSpan]:
         """Every span that has ended, what finalizers put off included."""
         self.requests.drain()
+        deadline = time.monotonic() + 20
+        while self.requests.unfinished and time.monotonic() < deadline:  # another thread is at it
+            time.sleep(0.001)
         return list(self.exporter.get_finished_spans())
 
     def points(self, metric: str) -> list[Any]:

@@ -66,20 +66,20 @@ class Calling(Net):
 
 @pytest.fixture(autouse=True)
 def pass_through_known() -> Iterator[None]:
-    before = wrapping.is_compiling
+    before = wrapping.compiling, wrapping.tracing
     wrapping.torch_imported(torch)
     yield
-    wrapping.is_compiling = before
+    wrapping.compiling, wrapping.tracing = before
 
 
 def test_before_torch_2_3_the_compilers_own_answer_is_taken(monkeypatch):
     """It comes with the compiler, which most processes never import."""
-    monkeypatch.setattr(wrapping, "is_compiling", wrapping._before_torch)
+    monkeypatch.setattr(wrapping, "compiling", wrapping._before_torch)
     answers = [False, True]
     monkeypatch.setattr(torch._dynamo, "is_compiling", lambda: answers.pop(0))
     older = types.SimpleNamespace(compiler=types.SimpleNamespace(), jit=torch.jit)
     wrapping.torch_imported(older)
-    assert [wrapping.is_compiling(), wrapping.is_compiling()] == [False, True]
+    assert [wrapping.compiling(), wrapping.compiling()] == [False, True]
 
 
 @contextmanager

@@ -433,6 +433,56 @@ def test_an_async_generator_collected_inside_the_sdk_takes_none_of_its_locks(mea
     assert [span.name for span in measured.spans()] == [function.__name__]
 
 
+def test_a_stream_that_a_plain_function_returned_leaves_no_context_behind_when_collected(measured):
+    """What measures it is older than the stream, so the collector may find that first."""
+    wrapped = measured.wrap(lambda: stream([], trace.NoOpTracer()), "run")
+    before = context.get_current()
+    for _ in range(3):
+        next(Cycle(wrapped()).stream)
+        gc.collect()
+        assert context.get_current() == before
+    assert [span.name for span in measured.spans()] == ["run <lambda>"] * 3
+
+
+@pytest.mark.parametrize("function", [stream, async_stream])
+def test_a_stream_that_goes_on_after_its_call_was_given_up_leaves_no_context_behind(measured, function):
+    """The collector calls finalizers in any order."""
+    running = measured.wrap(function)([], trace.NoOpTracer())
+    asynchronous = function is async_stream
+    before = context.get_current()
+    if asynchronous:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(anext(running))
+        running.ag_frame.f_locals["probe"].abandon()
+        assert loop.run_until_complete(anext(running)) == 1
+        loop.run_until_complete(running.aclose())
+        loop.close()
+    else:
+        next(running)
+        running.gi_frame.f_locals["probe"].abandon()
+        assert next(running) == 1
+        running.close()
+    assert context.get_current() == before
+    assert [span.name for span in measured.spans()] == [function.__name__]
+
+
+@pytest.mark.parametrize("function", [stream, async_stream])
+def test_a_closed_stream_has_its_span_without_another_call_or_collection(measured, function):
+    running = measured.wrap(function)([], trace.NoOpTracer())
+    if function is stream:
+        next(running)
+        running.close()
+    else:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(anext(running))
+        loop.run_until_complete(running.aclose())
+        loop.close()
+    deadline = time.monotonic() + 20
+    while not measured.exporter.get_finished_spans() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert [span.name for span in measured.exporter.get_finished_spans()] == [function.__name__]
+
+
 def test_streams_dropped_while_this_thread_records_do_not_hang(measured):
     wrapped = measured.wrap(stream)
     histogram = measured.meters.get_meter("user").create_histogram("users.own")

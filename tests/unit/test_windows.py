@@ -13,10 +13,12 @@ from opentelemetry_instrumentation_torchmem.allocator.reading import AllocatorRe
 from opentelemetry_instrumentation_torchmem.allocator.windows import (
     NOTHING_KNOWN,
     OpenWindows,
+    Window,
     change,
     followed,
     total,
 )
+from opentelemetry_instrumentation_torchmem.requests.story import Stay, attributes_of, nothing_new
 
 MIB = 1 << 20
 
@@ -74,7 +76,7 @@ def test_each_window_sees_the_most_that_were_open_with_it(steps):
         if opens:
             outer = ever[-1 - which % len(ever)] if ever and nests == 0 else None  # it may be closed already
             outer = living[which % len(living)] if living and nests == 1 else outer
-            life = [windows.open("key", outer and outer[0]), 0, outer]
+            life = [windows.open(Window(), outer and outer[0]), 0, outer]
             ever.append(life)
             living.append(life)
         elif living:
@@ -84,7 +86,7 @@ def test_each_window_sees_the_most_that_were_open_with_it(steps):
             life[1] = max(life[1], beside(life, living))
         roots = sum(all(outer not in living for outer in outers(life)) for life in living)
         assert windows.count == roots
-        assert windows.by_key.get("key", 0) == len(living)
+        assert list(windows.all_open()) == [life[0] for life in living]
         assert windows.any_open is bool(living)
     assert windows.count == 0
     assert not windows._sequences
@@ -99,28 +101,28 @@ def outers(life: list) -> list[list]:
 
 def test_what_runs_beside_within_one_request_overlaps_and_the_rest_does_not():
     windows = OpenWindows()
-    generate = windows.open("generate")
-    forward = windows.open("forward", generate)
-    layer = windows.open("layer", forward)
+    generate = windows.open(Window())
+    forward = windows.open(Window(), generate)
+    layer = windows.open(Window(), forward)
     assert windows.close(layer) == 1
     assert windows.close(forward) == 1
-    first, second = windows.open("forward", generate), windows.open("forward", generate)
+    first, second = windows.open(Window(), generate), windows.open(Window(), generate)
     assert windows.close(first) == 2
-    other = windows.open("generate")
+    other = windows.open(Window())
     assert windows.close(second) == 2  # never three at once
     assert (windows.close(generate), windows.close(other)) == (2, 2)
 
 
 def test_what_outlives_its_outer_request_stands_for_itself():
     windows = OpenWindows()
-    generate = windows.open("generate")
-    forward = windows.open("forward", generate)
+    generate = windows.open(Window())
+    forward = windows.open(Window(), generate)
     windows.close(generate)
     assert windows.count == 1
-    other = windows.open("generate")
+    other = windows.open(Window())
     assert windows.close(other) == 2
     assert windows.close(forward) == 2
-    assert windows.close(windows.open("forward", forward)) == 1  # nested in what has ended
+    assert windows.close(windows.open(Window(), forward)) == 1  # nested in what has ended
 
 
 def test_no_window_is_lost_between_threads():
@@ -129,7 +131,7 @@ def test_no_window_is_lost_between_threads():
 
     def live() -> None:
         for _ in range(2000):
-            seen.append(windows.close(windows.open("key")))
+            seen.append(windows.close(windows.open(Window())))
 
     threads = [threading.Thread(target=live) for _ in range(4)]
     for thread in threads:
@@ -137,7 +139,7 @@ def test_no_window_is_lost_between_threads():
     for thread in threads:
         thread.join()
     assert windows.count == 0
-    assert windows.by_key == {"key": 0}
+    assert windows.all_open() == ()
     assert 1 <= min(seen)
     assert max(seen) <= 4
 
@@ -211,3 +213,71 @@ def test_calls_one_after_another_add_up_from_the_first_ones_start():
     both = followed(first, second)
     assert (both.reserved_before, both.reserved_delta, both.retries) == (10, 15, 1)
     assert both.fragmentation == 0.2
+
+
+# what a span says of them
+
+FIGURES = (
+    "reserved",
+    "allocated",
+    "turnover",
+    "peak",
+    "split",
+    "retries",
+    "ooms",
+    "device_allocations",
+    "syncs",
+)
+SOME = st.fixed_dictionaries({name: st.integers(0, 3) for name in FIGURES})
+
+
+def readings(before: dict[str, int], grown: dict[str, int]):
+    after = {name: before[name] + grown.get(name, 0) for name in FIGURES}
+    return (0, 0.0, statistics(**before)), (0, 1.0, statistics(**after))
+
+
+@given(
+    SOME,
+    st.dictionaries(st.sampled_from(FIGURES), st.integers(-1, 2), max_size=3),
+    st.integers(1, 2),
+    st.sets(
+        st.sampled_from(["num_device_alloc", "inactive_split_bytes", "num_alloc_retries", "reserved_bytes"])
+    ),
+)
+def test_a_call_that_leaves_nothing_new_is_told_as_any_other(before, grown, concurrent, unknown):
+    first, last = readings(before, grown)
+    for name in unknown:
+        first[2].pop(name), last[2].pop(name)
+    quick = nothing_new(first, last, concurrent, True)
+    known = change(first, last)
+    if quick is not None:
+        assert quick == attributes_of(["cuda:0"], [known], concurrent)
+        assert known[1] <= 0
+        assert known[4] == known[5] == 0
+    if not unknown and grown.keys() <= {"ooms", "syncs"} and before["reserved"]:
+        assert quick is not None
+    records_nothing = nothing_new(first, last, concurrent, False)
+    assert records_nothing in (None, True)
+    if records_nothing:
+        assert (known[1] <= 0, known[4], known[5] or 0) == (True, 0, 0)
+
+
+def test_calls_that_overlap_under_one_span_count_what_happened_once():
+    def at(moment: float, reserved: int):
+        return ((0, moment, statistics(reserved=reserved, retries=reserved // 10)),)
+
+    def told(stay: Stay, moment: float, reserved: int, concurrent: int):
+        attributes = stay.one_ended(at(moment, reserved), concurrent)
+        return [attributes[f"torch.memory.{name}"] for name in ("reserved.delta", "allocation.retries")]
+
+    stay = Stay()
+    stay.one_began(at(0, 10))
+    stay.one_began(at(1, 20))
+    assert told(stay, 2, 30, 2) == [20, 2]
+    stay.one_began(at(3, 40))
+    assert told(stay, 5, 60, 2) == [50, 5]
+    assert told(stay, 4, 50, 2) == [50, 5]  # one that was given up is finished late
+    stay.one_began(at(6, 100))  # what happened between two stays is nobody's
+    assert told(stay, 7, 110, 1) == [60, 6]
+    stay.one_began(at(6.5, 105))  # and what the one before it has told is not told again
+    assert told(stay, 8, 120, 1) == [70, 7]

@@ -123,6 +123,11 @@ class AllocatorReading(NamedTuple):
         return {pool: figures[key]["current"] for pool, key in POOLS.items()}
 
 
+RawReading = tuple[int, float, Statistics]
+"""What an ``AllocatorReading`` is made of, for the path of every request: to make one costs as much as all
+else about it."""
+
+
 class DriverMemory(NamedTuple):
     """What the driver says of the whole device, whoever uses it. Bytes."""
 

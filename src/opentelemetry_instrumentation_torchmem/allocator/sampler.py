@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..telemetry import OwnTelemetry
 from .pools import PoolWatch
-from .reading import AllocatorReading, DriverMemory, HostReading, external
+from .reading import AllocatorReading, DriverMemory, HostReading, RawReading, external
 from .recorder import Recorder
 from .settings import AllocatorSettings
 from .source import Device, Source, initialised_torch
@@ -33,6 +33,8 @@ COUNTERS = (
 )
 """The figures of a reading that only grow, until the user resets them."""
 
+
+Readings = tuple[RawReading, ...]
 
 _NOBODY = -1
 """No thread's identity."""
@@ -73,14 +75,14 @@ class Sampler:
         self._source: Source | None = None
         self._totals: dict[int, Totals] = {} if totals is None else totals
         self.recorder = Recorder()
-        self._latest: dict[int, AllocatorReading] = {}
+        self._latest: dict[int, RawReading] = {}
         self._external: dict[int, tuple[int | None, int]] = {}
         self._external_at: dict[int, float] = {}
         self._request_devices: list[int] = []
         self._looked_at = -inf
         self._sole_reader: int | None = None
         self._thread = threading.local()
-        """``serves`` on a thread that requests run on."""
+        """``serves`` on a thread that requests run on, as seen once a second."""
         self._reading_alone = threading.RLock()  # reentrant: a finalizer may end a request within a reading
         self._paused = False
         self._collecting: set[int] = set()
@@ -105,38 +107,54 @@ class Sampler:
             self._source = Source(torch)
         return self._source
 
-    def request_readings(self) -> list[AllocatorReading]:
+    def request_readings(self) -> Readings:
         """A reading of each used device, on the thread of a request; empty where there is nothing to read."""
-        self._thread.serves = True
-        if self._paused:
-            return []
         source = self._source
-        if source is None or not source.is_alive():
-            source = self.source()
+        if source is None or self._paused or self._pools.suspect or source.is_forked():
+            return self._careful_readings()
+        at = monotonic()
+        devices = self._request_devices
+        # not at each request: an unused device costs a call too
+        if at - self._looked_at > 1.0 or not devices:
+            return self._readings_of_those_used_now(source, at)
+        if len(devices) > 1:
+            return tuple([self._request_reading(source, index) for index in devices])
+        (index,) = devices  # in line: it is on the path of every request
+        read = source.raw_statistics
+        if read is None:
+            return (self._request_reading(source, index),)
+        statistics = read(index)
+        if statistics["num_device_alloc"] > statistics["segment"]["all"]["allocated"]:  # `is_mapped`
+            return (self._request_reading(source, index),)
+        self._latest[index] = reading = index, at, statistics
+        return (reading,)
+
+    def _careful_readings(self) -> Readings:
+        if self._paused:
+            return ()
+        source = self.source()
         if source is None:
-            return []
+            return ()
         if self._pools.suspect:
             with self._reading_alone:  # a second thread waits here, and not in the allocator
-                return self._readings(source) if self._is_sole_reader() else []
-        return self._readings(source)
+                return self._readings_of_those_used_now(source, monotonic()) if self._is_sole_reader() else ()
+        return self._readings_of_those_used_now(source, monotonic())
 
-    def _readings(self, source: Source) -> list[AllocatorReading]:
-        now = monotonic()
-        looks = False
-        # not at each request: an unused device costs a call too
-        if now - self._looked_at > 1.0 or not self._request_devices:
+    def _readings_of_those_used_now(self, source: Source, now: float) -> Readings:
+        looks = now - self._looked_at > 1.0 or not self._request_devices
+        if looks:
+            self._thread.serves = True
             self._request_devices = source.used_devices()
             self._looked_at = now
-            looks = True
-        latest = self._latest
-        readings: list[AllocatorReading] = []
-        for index in self._request_devices:
-            latest[index] = reading = source.read(index)
-            readings.append(reading)
+        readings = tuple([self._request_reading(source, index) for index in self._request_devices])
         if looks:
-            for reading in readings:
+            for reading in map(AllocatorReading._make, readings):
                 self.recorder.note(reading, self._external_at_times(source, reading))
         return readings
+
+    def _request_reading(self, source: Source, index: int) -> RawReading:
+        self._latest[index] = reading = index, monotonic(), source.statistics(index)
+        return reading
 
     def _external_at_times(self, source: Source, reading: AllocatorReading) -> int | None:
         """What others use on a device, when that is not known or too old: under requests without end no
@@ -147,7 +165,8 @@ class Sampler:
 
     def latest(self, device: int) -> AllocatorReading | None:
         """The latest reading of a device, whoever took it."""
-        return self._latest.get(device)
+        latest = self._latest.get(device)
+        return None if latest is None else AllocatorReading._make(latest)
 
     def failing_threads_source(self) -> Source | None:
         """The source, on a thread whose allocation has just failed; None where a reading could hang it."""
@@ -199,7 +218,8 @@ class Sampler:
             serving = getattr(self._thread, "serves", False)
             of = self._survey.of
             surveyed = (
-                self._attempt("the snapshot", of, source, settings, used, may_read, serving, fresh) or surveyed
+                self._attempt("the snapshot", of, source, settings, used, may_read, serving, fresh)
+                or surveyed
             )
         for index in used:
             name = source.device(index).name
@@ -236,7 +256,7 @@ class Sampler:
     def _state(self, source: Source, index: int, may_read: bool, surveyed: Surveyed | None) -> DeviceState:
         if self._pools.suspect and not may_read:
             self._telemetry.skip("pluggable_pool")
-        latest = self._latest.get(index)
+        latest = self.latest(index)
         if latest is not None and self._serves(latest, may_read):
             used_elsewhere, limit = self._external.get(index) or (None, self._limit(source, index))
             return self._device_state(latest, limit, used_elsewhere, surveyed)
@@ -261,7 +281,7 @@ class Sampler:
             return source.read(index)
         reading = self._windows.while_none_open(lambda: source.read(index))
         if reading is None:
-            latest = self._latest.get(index)
+            latest = self.latest(index)
             if latest is None or not self._serves(latest, may_read=True):
                 return source.read(index)
         return reading

@@ -58,6 +58,10 @@ class Source:
         self._torch = torch
         self.is_alive: Callable[[], bool] = torch.cuda.is_initialized
         """False in a forked child, as ``initialised_torch`` says."""
+        self.is_forked: Callable[[], bool] = getattr(
+            torch._C, "_cuda_isInBadFork", lambda: not torch.cuda.is_initialized()
+        )
+        """The same, the other way round, in a tenth of the time."""
         self.version = str(torch.__version__)
         self.backend = _backend(torch)
         self._host_statistics: Callable[[], Any] | None = getattr(torch._C, "_cuda_hostMemoryStats", None)
@@ -68,6 +72,9 @@ class Source:
         self._devices: dict[int, Device] = {}
         self._expandable = False
         self._counts_rejections = False
+        self.raw_statistics: Callable[[int], dict[str, Any]] | None = None
+        """What ``statistics`` would give, without a look at it: as long as `is_mapped` says no of it. For the
+        path of every request."""
         self.settings()
 
     @cached_property
@@ -87,24 +94,29 @@ class Source:
         return sorted(self._used)
 
     def read(self, index: int) -> AllocatorReading:
-        """One call of the allocator for one device; figures that this backend, mode or release
-        cannot give are left out. Holds the interpreter while it waits for the allocator's mutex."""
-        at = monotonic()
+        """One call of the allocator for one device. Holds the interpreter while it waits for the allocator's
+        mutex."""
+        return AllocatorReading(index, monotonic(), self.statistics(index))
+
+    def statistics(self, index: int) -> dict[str, Any]:
+        """The same without the time. Figures that this backend, mode or release cannot give are left out."""
         if self.backend == NATIVE:
             statistics = self._statistics(index)
             if self._expandable or is_mapped(statistics):
                 self._expandable = True  # for good: what was once mapped may still be there
+                self.raw_statistics = None
                 for family in _SEGMENT_FAMILIES:
                     statistics.pop(family, None)
-        elif self.backend == ASYNC:
+            elif "num_device_alloc" in statistics:
+                self.raw_statistics = self._statistics
+            return statistics
+        if self.backend == ASYNC:
             given = self._statistics(index)
-            statistics = {
+            return {
                 family: {"all": {of: given[family]["all"][of] for of in ("current", "peak")}}
                 for family in _ASYNC_FAMILIES
             }
-        else:
-            statistics = {}
-        return AllocatorReading(index, at, statistics)
+        return {}
 
     def snapshot(self) -> dict[str, Any]:
         """The segments and blocks of every device, with the settings, as torch's own snapshots have them but
@@ -162,12 +174,15 @@ class Source:
         """The settings in force now; once expandable segments are on, the readings after know it."""
         settings = settings_in_force(self._torch)
         self._expandable = self._expandable or settings.expandable_segments
+        if self._expandable:
+            self.raw_statistics = None
         if settings.throw_on_cudamalloc_oom and not self._counts_rejections:
             self._counts_rejections = True
             # the accelerator's own call has no num_oom_rejections, which stays 0 without the option
             call = getattr(self._torch._C, "_cuda_memoryStats", None)
             if call is not None and self.backend == NATIVE:
                 self._statistics = call
+                self.raw_statistics = None
         return settings
 
     def device(self, index: int) -> Device:
@@ -223,6 +238,11 @@ def _snapshot_call(torch: Any) -> Callable[[], dict[str, Any]]:
     if whole is not None:
         return whole
     return lambda: {"segments": torch.cuda.memory_snapshot()}
+
+
+def tracing_call(torch: Any) -> Callable[[], bool]:
+    """Whether ``torch.jit.trace`` runs the calling code: asked at every request."""
+    return getattr(torch._C, "_is_tracing", None) or torch.jit.is_tracing
 
 
 def when_initialised(torch: Any, act: Callable[[], None]) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from .reading import AllocatorReading
+from .reading import RawReading
 
 _T = TypeVar("_T")
+_W = TypeVar("_W", bound="Window")
 _PEAKS = ("active_bytes", "reserved_bytes", "requested_bytes", "allocation", "active", "segment")
 """Families whose peaks fall with the allocated peak when the user resets the peaks."""
 
@@ -52,29 +53,25 @@ class Change(NamedTuple):
 NOTHING_KNOWN = Change(*[None] * len(Change._fields))
 
 
-def change(before: AllocatorReading, after: AllocatorReading) -> Change:
-    """The change on one device from one reading to a later one. On the path of every request."""
-    b, a = before.statistics, after.statistics
-    if "reserved_bytes" not in a or "reserved_bytes" not in b:
+def change(before: RawReading, after: RawReading) -> Change:
+    """The change on one device from one reading to a later one."""
+    b, a = before[2], after[2]
+    try:
+        reserved_b: int = b["reserved_bytes"]["all"]["current"]
+        reserved: int = a["reserved_bytes"]["all"]["current"]
+        allocated_b, allocated = b["allocated_bytes"]["all"], a["allocated_bytes"]["all"]
+    except KeyError:
         return NOTHING_KNOWN
-    reserved_b: int = b["reserved_bytes"]["all"]["current"]
-    reserved: int = a["reserved_bytes"]["all"]["current"]
-    allocated_b, allocated = b["allocated_bytes"]["all"], a["allocated_bytes"]["all"]
-    current_b, current = allocated_b["current"], allocated["current"]
-    peak_growth = allocated["peak"] - allocated_b["peak"]
+    current_b: int = allocated_b["current"]
+    delta: int = allocated["current"] - current_b
+    peak_growth: int | None = allocated["peak"] - allocated_b["peak"]
     if peak_growth and (peak_growth < 0 or _peaks_were_reset(b, a)):
         peak_growth = None
-    retries = a.get("num_alloc_retries")
-    if retries is None:  # cudaMallocAsync counts nothing
-        return NOTHING_KNOWN._replace(
-            reserved_before=reserved_b,
-            reserved_delta=reserved - reserved_b,
-            allocated_before=current_b,
-            allocated_delta=current - current_b,
-            peak_growth=peak_growth,
-            reserved=reserved,
-        )
-    delta = current - current_b
+    try:
+        retries = a["num_alloc_retries"] - b["num_alloc_retries"]
+    except KeyError:  # cudaMallocAsync counts nothing
+        known = (reserved_b, reserved - reserved_b, current_b, delta, peak_growth)
+        return Change(*known, None, None, None, None, None, None, reserved)
     turnover = allocated["allocated"] - allocated_b["allocated"]
     split = a.get("inactive_split_bytes")
     inactive_split = None if split is None else split["all"]["current"]
@@ -89,7 +86,7 @@ def change(before: AllocatorReading, after: AllocatorReading) -> Change:
         current_b,
         delta,
         peak_growth,
-        retries - b["num_alloc_retries"],
+        retries,
         a["num_ooms"] - b["num_ooms"],
         None if device_allocations is None else device_allocations - b["num_device_alloc"],
         None if syncs is None else syncs - b["num_sync_all_streams"],
@@ -128,29 +125,29 @@ def _peaks_were_reset(b: Any, a: Any) -> bool:
 
 
 class Window:
-    """One request's stay: where it stands among the others. Made by ``OpenWindows.open``."""
+    """One request's stay: where it stands among the others, from ``OpenWindows.open`` on."""
 
-    __slots__ = ("beside", "counted", "era", "inner", "key", "most", "open", "outer", "sequence", "since")
+    __slots__ = ("beside", "era", "inner", "most", "open", "outer", "sequence", "since")
 
-    def __init__(self, key: Hashable, outer: Window | None, sequence: int, since: int, era: object) -> None:
-        self.key = key
-        self.era = era
-        """That of the process it was opened in."""
-        self.outer = outer
-        """The one that it is nested in."""
+    def __init__(self) -> None:
         self.open = True
-        """Until its request has ended; the context of a task that was started in it may live longer."""
-        # for ``OpenWindows`` alone
-        self.counted = True
-        self.inner: list[Window] | None = None
-        """Of one that is not nested: all that are nested in it, at whatever depth."""
-        self.beside = 0
-        """How many run beside it within the same outer one."""
-        self.sequence = sequence
-        self.since = since
-        """How many were open when it, or ``beside``, came to be as it is."""
-        self.most = 0
-        """The most until then."""
+
+    open: bool
+    """Until its request has ended; the context of a task that was started in it may live longer."""
+    outer: Window | None
+    """The one that it is nested in."""
+    era: object
+    """That of the process it was opened in."""
+    # for ``OpenWindows`` alone
+    inner: list[Window] | None
+    """Of one that is not nested: all that are nested in it, at whatever depth."""
+    beside: int
+    """How many run beside it within the same outer one."""
+    sequence: int
+    since: int
+    """How many were open when it, or ``beside``, came to be as it is."""
+    most: int
+    """The most until then."""
 
     def still_open(self) -> Window | None:
         """This one, or the nearest it is nested in, if it is open still."""
@@ -166,6 +163,9 @@ class OpenWindows:
     A window that is nested in another (a ``forward`` inside a ``generate``) is not counted: it belongs to the
     outer one and does not overlap it. It does overlap what else runs within that one at the same time, and
     what outlives its outer one stands for itself from then on.
+
+    Two windows overlap wherever their requests ran: which device a request will use is not known before, and
+    what happened on one is not known to be its doing after.
     """
 
     def __init__(self) -> None:
@@ -173,15 +173,13 @@ class OpenWindows:
 
     def begin_anew(self) -> None:
         """As if none had ever been opened: in a forked child the parent's never end."""
-        # reentrant: a signal handler may make a request in the middle of one
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held where windows open and close. Reentrant: a signal handler may make a request in the middle."""
         self._era = object()
         self._sequence = 0
-        self._open = 0
+        self._open: dict[Window, None] = {}
         self.count = 0
         """Those open now, the nested ones not counted."""
-        self.by_key: dict[Hashable, int] = {}
-        """The windows open now of each key ever seen, the nested ones too."""
         # the largest counts still to be seen by a window that is open: sequences rise, counts fall
         self._sequences: list[int] = []
         self._counts: list[int] = []
@@ -189,38 +187,38 @@ class OpenWindows:
     @property
     def any_open(self) -> bool:
         """Whether any is open, the nested ones too."""
-        return self._open > 0
+        return bool(self._open)
+
+    def all_open(self) -> tuple[Window, ...]:
+        """Those open now, the nested ones too, the earliest first."""
+        return tuple(self._open)
 
     def while_none_open(self, act: Callable[[], _T]) -> _T | None:
         """What a short act gives, before any window opens; None without it while one is open."""
-        with self._lock:
+        with self.lock:
             return None if self.count else act()
 
-    def open(self, key: Hashable = None, outer: Window | None = None) -> Window:
-        """A window from now on; the key is the caller's own, to count by."""
-        with self._lock:
-            self.by_key[key] = self.by_key.get(key, 0) + 1
-            self._open += 1
-            if outer is not None and outer.era is not self._era:
-                outer = None
-            while outer is not None and not outer.counted:
-                outer = outer.outer
-            if outer is not None:
-                return self._nest(Window(key, outer, self._sequence + 1, self.count, self._era))
-            self.count += 1
-            self._sequence += 1
-            if self._open > 1:  # else nobody is there whom it overlaps
+    def open(self, window: _W, outer: Window | None = None) -> _W:
+        """Open a window now, within another or not; returns it."""
+        with self.lock:
+            window.era = self._era
+            window.outer = window.inner = None
+            window.beside = window.most = 0
+            self._open[window] = None
+            if outer is not None and self._nest(window, outer):
+                return window
+            window.since = self.count = self.count + 1
+            window.sequence = self._sequence = self._sequence + 1
+            if len(self._open) > 1:  # else nobody is there whom it overlaps
                 self._counted_now()
-            return Window(key, None, self._sequence, self.count, self._era)
+            return window
 
     def close(self, window: Window) -> int:
         """The most windows that were open at one time during this one, itself (or its outer one) included."""
-        with self._lock:
+        with self.lock:
             if window.era is not self._era:
                 return 1
-            window.counted = False
-            self.by_key[window.key] -= 1
-            self._open -= 1
+            del self._open[window]
             most = self._most(window) if self._counts or window.most else window.beside + window.since
             if window.outer is not None:
                 self._unnest(window, window.outer)
@@ -228,7 +226,7 @@ class OpenWindows:
                 self.count -= 1
                 if window.inner:
                     self._set_free(window, window.inner)
-            if self._open == 0 and self._counts:
+            if self._counts and not self._open:
                 self._sequences.clear()
                 self._counts.clear()
             return most
@@ -247,7 +245,15 @@ class OpenWindows:
 
     # within one that is not nested
 
-    def _nest(self, window: Window) -> Window:
+    def _nest(self, window: Window, outer: Window | None) -> bool:
+        """Put a window within the nearest that is open still; False where none is."""
+        if outer is not None and outer.era is not self._era:
+            return False
+        while outer is not None and outer not in self._open:
+            outer = outer.outer
+        if outer is None:
+            return False
+        window.outer, window.sequence, window.since = outer, self._sequence + 1, self.count
         root, depth = window, 0
         while root.outer is not None:
             root, depth = root.outer, depth + 1
@@ -256,7 +262,7 @@ class OpenWindows:
         root.inner.append(window)
         if len(root.inner) > depth:  # else each is nested in the one before
             self._look_beside(root.inner)
-        return window
+        return True
 
     def _unnest(self, window: Window, outer: Window) -> None:
         root = outer

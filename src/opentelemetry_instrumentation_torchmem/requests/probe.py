@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """One handle for each measured call: ``begin`` -> ``stop``, ``fail`` or ``abandon``.
 
-Two readings and arithmetic on the caller's thread, then a span and four records. A fault of ours never
-reaches the caller: each entry guards itself once, as a whole.
+Two readings and arithmetic on the caller's thread, then a span and four records. What is the same for each
+call of a target is decided once, in its ``Calls``. A fault of ours never reaches the caller: each entry
+guards itself once, as a whole.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from contextvars import Token
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import get_ident, main_thread
 from time import perf_counter, time_ns
 from traceback import walk_tb
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from opentelemetry import trace
@@ -26,6 +28,7 @@ from opentelemetry.context import (
     Context,
     attach,
     create_key,
+    detach,
     get_current,
 )
 from opentelemetry.metrics import _internal as metrics_api
@@ -33,16 +36,24 @@ from opentelemetry.trace import INVALID_SPAN, Span, Status, StatusCode
 
 from .. import signals
 from ..allocator.reading import AllocatorReading
+from ..allocator.sampler import Readings as RawReadings
 from ..allocator.sampler import Sampler
-from ..allocator.windows import NOTHING_KNOWN, Change, OpenWindows, Window, change, followed, total
+from ..allocator.windows import NOTHING_KNOWN, Change, OpenWindows, Window, total
 from ..telemetry import OwnTelemetry
 from .shapes import described
+from .story import Stay, attributes_of, changes_of, name_of, nothing_new
 
 Labels = dict[str, str | bool]
 Hook = Callable[..., object]
 Readings = Sequence[AllocatorReading]
+OutOfMemory = Callable[[float, Readings, Readings, Span, Context], object]
 Records = Mapping[str, Any]
 """The synchronous instruments by the names of their rows."""
+
+_token = attach(get_current())
+_context: ContextVar[Context] = _token.var
+"""Where the API keeps the current context: asked directly, it takes a third of the time."""
+detach(_token)
 
 _WINDOW = create_key("torchmem-window")
 (_SPAN,) = trace.set_span_in_context(INVALID_SPAN, Context())  # two marks in one copy of a context
@@ -50,25 +61,7 @@ _SUPPRESSED = "suppress_instrumentation"
 _NO_KEYWORDS: Mapping[str, Any] = {}
 _NOTHING: dict[str, Any] = {}
 
-# the keys of a span's attributes: each look at a row takes its time on the path of every request
-_DEVICES = signals.DEVICES.name
-_CONCURRENT = signals.CONCURRENT.name
-_EXCLUSIVE = signals.EXCLUSIVE.name
-_RESERVED_BEFORE = signals.RESERVED_BEFORE.name
-_RESERVED_DELTA = signals.RESERVED_DELTA.name
-_RESERVED_BY_DEVICE = signals.RESERVED_BY_DEVICE.name
-_ALLOCATED_BEFORE = signals.ALLOCATED_BEFORE.name
-_ALLOCATED_DELTA = signals.ALLOCATED_DELTA.name
-_ALLOCATED_BY_DEVICE = signals.ALLOCATED_BY_DEVICE.name
-_PEAK_GROWTH = signals.PEAK_GROWTH.name
-_RETRIES = signals.RETRIES.name
-_OOMS = signals.OOMS.name
-_DEVICE_ALLOCATIONS = signals.DEVICE_ALLOCATIONS.name
-_DEVICE_SYNCS = signals.DEVICE_SYNCS.name
-_TURNOVER = signals.TURNOVER.name
-_FRAGMENTATION = signals.FRAGMENTATION.name
-_SHAPES = signals.SHAPES.name
-_DTYPES = signals.DTYPES.name
+_OTHER = ("other", None)
 
 MAX_TARGETS = 200
 """Label sets of targets; what comes later counts under the operation ``other``."""
@@ -101,6 +94,10 @@ if not (hasattr(trace, "_TRACER_PROVIDER") and hasattr(metrics_api, "_METER_PROV
         return trace.get_tracer_provider(), metrics_api.get_meter_provider()
 
 
+SpanName = str | Callable[[Sequence[Any]], str]
+"""The span's name, or what makes it from the positional arguments."""
+
+
 class Requests:
     """Measures calls, from one ``instrument()`` to its ``uninstrument()``. Owner: the instrumentor."""
 
@@ -113,121 +110,69 @@ class Requests:
         telemetry: OwnTelemetry,
         *,
         awake: Callable[[], tuple[bool, bool]],
+        request_metrics: bool = True,
         request_hook: Hook | None = None,
         response_hook: Hook | None = None,
-        out_of_memory: Callable[[float, Readings, Readings, Span, Context], object] | None = None,
+        out_of_memory: OutOfMemory | None = None,
         grown: Callable[[Readings, Sequence[Change], int], object] | None = None,
     ) -> None:
+        """``awake`` says whether spans and whether metrics go anywhere now."""
         self.telemetry = telemetry
-        self._grown = grown
-        self._out_of_memory = out_of_memory
-        self._in_flight: dict[Window, tuple[float, Readings]] = {}
-        self._tracer = tracer
+        self.tracer = tracer
         self.sampler = sampler
         self.windows = windows
-        self._duration, self._reserved_growth, self._peak_growth, self._retries = (
-            records[row.name] for row in signals.REQUEST_METRICS
-        )
+        self.request_hook = request_hook
+        self.abandoned: deque[tuple[Probe, BaseException | None]] = deque()
+        """Ended, and not told yet."""
+        self.traced = self.metered = False
+        self.settled = False
+        """Whether all that is wanted goes somewhere; that stays so until ``close``."""
+        self._out_of_memory = out_of_memory
+        self._grown = grown
+        self.record_duration = records[signals.REQUEST_DURATION.name].record
+        self.record_growth = records[signals.REQUEST_RESERVED_GROWTH.name].record
+        self.record_peak = records[signals.REQUEST_PEAK_GROWTH.name].record
+        self.add_retries = records[signals.REQUEST_RETRIES.name].add
         self._awake = awake
-        self._traced = self._metered = False
+        self._request_metrics = request_metrics
         self._seen: tuple[object, object] | None = None
-        self._request_hook = request_hook
-        self._response_hook = response_hook
-        self._closed = False
-        self._abandoned: SimpleQueue[tuple[Probe, BaseException | None] | None] = SimpleQueue()
+        self.response_hook = response_hook
+        self.closed = False
         self._telling: set[int] = set()
         """The threads within ``finish``."""
-        self._recording = threading.RLock()  # reentrant: a signal handler may end a request within one
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self.watches_streams = False
+        self.unfinished: dict[Probe, None] = {}
+        """Those given up that are being finished now."""
+        self.recording = threading.RLock()  # reentrant: a signal handler may end a request within one
         self._series: dict[tuple[str, str | None], _Series] = {}
-        self._enriched: WeakKeyDictionary[Span, _Story] = WeakKeyDictionary()
+        self._enriched: WeakKeyDictionary[Span, Stay] = WeakKeyDictionary()
 
     def begin_anew(self) -> None:
         """In a forked child: the parent's locks may be held, and its requests are not this process's."""
-        self._recording = threading.RLock()
-        self._abandoned = SimpleQueue()
+        self.recording = threading.RLock()
+        self._wake = SimpleQueue()
+        self.watches_streams = False
+        self.abandoned.clear()
+        self.unfinished.clear()
         self._telling = set()
         for series in self._series.values():
             series.zeroed = False
 
-    def begin(
-        self,
-        target: Target,
-        name: str | Callable[[Sequence[Any]], str],
-        arguments: Sequence[Any] = (),
-        keywords: Mapping[str, Any] = _NO_KEYWORDS,
-    ) -> Probe | None:
-        """A probe of a call that starts now, its context attached; None where nothing is wanted.
+    def calls(self, target: Target, name: SpanName) -> Calls:
+        """What measures the calls of a target."""
+        return Calls(self, target, name)
 
-        ``name`` is the span's, or makes it from the arguments. Never raises.
-        """
-        probe = None
-        try:
-            if self._closed:
-                return None
-            traced, metered = self._traced, self._metered
-            if not (traced and metered):
-                providers = _providers_set()
-                if providers != self._seen:
-                    self._seen = providers
-                    traced, metered = self._traced, self._metered = self._awake()
-                if not (traced or metered):
-                    return None
-            context = get_current()
-            outer: Any = None
-            if context:
-                if context.get(_SUPPRESS_INSTRUMENTATION_KEY) or context.get(_SUPPRESSED):
-                    return None
-                outer = context.get(_WINDOW)
-                if outer is not None:
-                    outer = outer.still_open()
-                    if outer is not None and not target.nested:
-                        return None
-            mode = target.span
-            series = self._series.get((target.operation, target.function)) or self.series(target)
-            span = INVALID_SPAN
-            if traced and mode != "off":
-                if mode == "new":
-                    if not isinstance(name, str):
-                        name = name(arguments)
-                    span = self._tracer.start_span(name, context, attributes=series.labels)
-                else:
-                    span = trace.get_current_span(context)
-            recording = span.is_recording()
-            if not recording and not metered:
-                if mode != "new" or _SPAN in context:
-                    return None  # what comes under the dropped parent is dropped as well
-                probe = Probe(self, target, series, span, Context(context | {_SPAN: span}))
-                probe.token = attach(probe.context)
-                return probe
-            if not self._abandoned.empty():
-                self.drain()
-            probe = Probe(self, target, series, span, context)
-            if recording:
-                probe.recording = True
-                self._describe(probe, arguments, keywords)
-            probe.window = window = self.windows.open(series, outer)
-            # the window, not the probe: one in its own context would only be seen dropped by the collector
-            marks: dict[str, Any] = {_SPAN: span, _WINDOW: window} if mode == "new" else {_WINDOW: window}
-            probe.context = context = Context(context | marks)
-            try:
-                probe.before = self.sampler.request_readings()
-            except Exception as error:
-                self.fault(target, error)
-            probe.began = began = perf_counter()
-            self._in_flight[window] = began, probe.before
-            probe.token = attach(context)
-            if recording and self._request_hook is not None:
-                self._hook(self._request_hook, "request_hook", span, target.operation, arguments, keywords)
-            return probe
-        except Exception as error:
-            if probe is not None:
-                probe.stop()
-            self.fault(target, error)
-            return None
-        except BaseException:  # of a signal handler
-            if probe is not None:
-                probe.abandon()
-            raise
+    def wanted(self) -> bool:
+        """Whether anything is to be measured, while it is not settled."""
+        if self.closed:
+            return False
+        providers = _providers_set()
+        if providers != self._seen:
+            self._seen = providers
+            self.traced, self.metered = self._awake()
+            self.settled = self.traced and (self.metered or not self._request_metrics)
+        return self.traced or self.metered
 
     def series(self, target: Target) -> _Series:
         """The label set of a target; of ``other`` beyond ``MAX_TARGETS``."""
@@ -237,139 +182,200 @@ class Requests:
             return known
         if len(self._series) >= MAX_TARGETS:
             self.telemetry.skip("overflow")
-            key = ("other", None)
+            series = self._series.setdefault(_OTHER, _Series(*_OTHER))
+            series.is_other = True
+            return series
         return self._series.setdefault(key, _Series(*key))
 
     def active(self) -> list[tuple[Any, dict[str, Any]]]:
         """Each target's requests in flight, with its labels."""
-        counts = self.windows.by_key
-        return [(counts.get(series, 0), series.labels) for series in tuple(self._series.values())]
+        counts = Counter(probe.series for probe in self._open())
+        return [(counts[series], series.labels) for series in tuple(self._series.values())]
 
     def in_flight(self) -> list[tuple[str, float, Readings]]:
         """The operation of each request in flight, when it began by ``perf_counter``, and the readings then;
         not of those nested in another."""
         return [
-            (window.key.operation, *began)
-            for window, began in tuple(self._in_flight.items())
-            if window.outer is None and isinstance(window.key, _Series)
+            (probe.series.operation, probe.began, _whole(probe.before))
+            for probe in self._open()
+            if probe.outer is None and probe.began
         ]
+
+    def _open(self) -> Iterable[Probe]:
+        return cast("tuple[Probe, ...]", self.windows.all_open())
 
     def before_collection(self) -> None:
         """What each collection needs of us: ended streams ended, and counters that start at 0."""
         self.drain()
-        if not (self._metered or self._awake()[1]):
+        if not (self.metered or self._awake()[1]):
             return
         for series in tuple(self._series.values()):
             if series.zeroed:
                 continue
-            with self._recording:
-                if not self._closed:
+            with self.recording:
+                if not self.closed:
                     series.zeroed = True
-                    self._retries.add(0, series.labels)  # a first retry must be an increase
+                    self.add_retries(0, series.labels)  # a first retry must be an increase
+
+    # what finalizers gave up
+
+    def abandon(self, probe: Probe, error: BaseException | None = None) -> None:
+        """Take a probe from a finalizer: takes no lock that this thread may hold already."""
+        self.abandoned.append((probe, error))
+        self._wake.put(None)
 
     def drain(self) -> None:
-        """Finish what was abandoned in a finalizer, where nothing may be recorded or locked."""
-        while get_ident() not in self._telling:
+        """Finish what was abandoned, in a finalizer perhaps, where nothing may be recorded or locked."""
+        while self.abandoned and get_ident() not in self._telling:
+            with self.windows.lock:  # whoever finds nothing here finds no window of theirs open either
+                if not self.abandoned:
+                    return
+                probe, error = self.abandoned[0]
+                self.unfinished[probe] = None
+                concurrent = self.windows.close(probe) if probe.measured else 0
+                self.abandoned.popleft()
             try:
-                abandoned = self._abandoned.get_nowait()
-            except Empty:
-                return
-            if abandoned is not None:
-                self.finish(*abandoned, None)
+                self.finish(probe, error, None, concurrent)
+            finally:
+                del self.unfinished[probe]
 
-    def abandoned(self, probe: Probe) -> None:
-        """Take a probe from a finalizer: takes no lock that this thread may hold already."""
-        self._abandoned.put((probe, None))
+    def watch_streams(self) -> None:
+        """From now on finish what is abandoned at once, on a thread of our own."""
+        with self.windows.lock:
+            if self.watches_streams:
+                return
+            self.watches_streams = True
+        try:
+            threading.Thread(target=self._watch, name="torchmem-streams", daemon=True).start()
+        except RuntimeError as error:  # the interpreter ends
+            self.telemetry.say_once("streams", "torchmem: streams that are given up end late: %r", error)
+
+    def _watch(self) -> None:
+        while not self.closed or self.windows.any_open:
+            self._wake.get()
+            self.drain()
 
     def close(self) -> None:
         """Measure nothing that begins from now on; the spans of what is in flight end as they would have."""
-        with self._recording:  # what is being recorded now comes before the end, the rest not at all
-            self._closed = True
+        with self.recording:  # what is being recorded now comes before the end, the rest not at all
+            self.closed = True
+            self.settled = False
         self.drain()
-        if self.windows.any_open:
-            try:
-                threading.Thread(
-                    target=self._wait_for_the_last, name="torchmem-in-flight", daemon=True
-                ).start()
-            except RuntimeError as error:  # the interpreter ends
-                self.telemetry.say_once("in flight", "torchmem: streams in flight may not end: %r", error)
+        if self.watches_streams:
+            self._wake.put(None)
+        elif self.windows.any_open:
+            self.watch_streams()  # no call and no collection comes to finish what is given up from now on
 
-    def _wait_for_the_last(self) -> None:
-        """Finish the streams that are given up from now on: no call and no collection comes to do it."""
-        while self.windows.any_open:
-            abandoned = self._abandoned.get()
-            if abandoned is not None:
-                self.finish(*abandoned, None)
+    # the end of a call
 
-    def finish(self, probe: Probe, error: BaseException | None, result: object) -> None:
-        """The end of a call, once: its span told and ended, its metrics recorded. Never raises."""
-        thread, inner = get_ident(), True
+    def finish(self, probe: Probe, error: BaseException | None, result: object, concurrent: int = 0) -> None:
+        """The end of a call, once: its span told and ended, its metrics recorded. Raises nothing of ours."""
+        thread = get_ident()
+        if thread in self._telling:  # a signal handler's, within the SDK, whose locks are not reentrant
+            self.abandon(probe, error)
+            return
+        calls, span = probe.calls, probe.span
+        self._telling.add(thread)
         try:
-            inner = thread in self._telling
-            if inner:  # a signal handler's, within the SDK, whose locks are not reentrant
-                self._abandoned.put((probe, error))
-                return
-            self._telling.add(thread)
             try:
-                if probe.window is not None:
-                    self._tell(probe, probe.window, error, result)
+                if probe.measured:
+                    if error is not None and self._out_of_memory is not None and _is_out_of_memory(error):
+                        self._tell_out_of_memory(self._out_of_memory, probe)
+                    concurrent = concurrent or self.windows.close(probe)
+                    before, after = probe.before, probe.after
+                    if (
+                        error is None
+                        and calls.plain
+                        and len(before) == 1 == len(after)
+                        and (told := nothing_new(before[0], after[0], concurrent, probe.recording))
+                    ):  # the steady state of a server, in line
+                        if probe.recording and span.is_recording():
+                            told.update(probe.described)
+                            span.set_attributes(told)
+                        if self.metered:
+                            context, labels = probe.context, calls.series.by_exclusive[concurrent == 1]
+                            with self.recording:
+                                if not self.closed:
+                                    self.record_duration(probe.ended - probe.began, labels, context)
+                                    self.record_growth(0, labels, context)
+                                    if concurrent == 1:
+                                        self.record_peak(0, labels, context)
+                    else:
+                        self._tell(probe, concurrent, error, result)
             finally:
-                if probe.target.span == "new":
-                    probe.span.end(probe.ended_at)
+                if probe.measured and not concurrent:  # a signal's exception came between
+                    self.windows.close(probe)
+                if calls.new:
+                    span.end(probe.ended_at)
         except Exception as fault:  # a span processor of the user's may raise too
-            self.fault(probe.target, fault)
+            self.fault(calls.target, fault)
         finally:
-            if not inner:
-                if probe.window is not None and probe.window.counted:  # a signal's exception came between
-                    self.windows.close(probe.window)
-                self._telling.discard(thread)
-        if self._closed:
-            self._abandoned.put(None)  # wakes who waits for the last one
+            self._telling.discard(thread)
+            probe.before = probe.after = ()  # a context that somebody keeps holds its probe
+            probe.context = None
+            if self.closed:
+                self._wake.put(None)  # it may have been the last one
 
-    def _tell(self, probe: Probe, window: Window, error: BaseException | None, result: object) -> None:
-        target, span = probe.target, probe.span
-        if error is not None and self._out_of_memory is not None and _is_out_of_memory(error):
-            self._out_of_memory(probe.began, probe.before, probe.after, probe.span, probe.context)
-        self._in_flight.pop(window, None)
-        concurrent = self.windows.close(window)
-        before, after = probe.before, probe.after
-        if len(before) == 1 == len(after) and before[0].device == after[0].device:
-            whole = change(before[0], after[0])
-            changes = [whole]
-        else:
-            changes, after = _changes(before, after)
-            whole = total(changes) if changes else NOTHING_KNOWN
-        if self._grown is not None and ((whole.reserved_delta or 0) > 0 or whole.peak_growth):
-            self._grown(after, changes, concurrent)
-        failure = None if error is None or not isinstance(error, Exception) else type(error).__qualname__
+    def _tell(self, probe: Probe, concurrent: int, error: BaseException | None, result: object) -> None:
+        """Tell of a call what there is to be told."""
+        calls, span, before, after = probe.calls, probe.span, probe.before, probe.after
+        changes, after = changes_of(before, after)
+        whole = total(changes) if changes else NOTHING_KNOWN
+        failure = error if isinstance(error, Exception) else None
+        if self._grown is not None and (whole.peak_growth or (whole.reserved_delta or 0) > 0):
+            self._grown(_whole(after), changes, concurrent)
         if probe.recording and span.is_recording():
-            names = [reading.name for reading in after]
-            if target.span == "enrich":
-                self._enrich(span, _Story(names, changes, whole, concurrent), probe.described)
+            if calls.enriches:
+                self._enrich(probe, concurrent)
             else:
-                attributes = _attributes(names, changes, whole, concurrent)
-                attributes.update(probe.described)
+                told = attributes_of([name_of(each) for each in after], changes, concurrent)
+                told.update(probe.described)
                 if failure is not None:
-                    attributes[signals.ERROR_TYPE.name] = failure
-                span.set_attributes(attributes)
-            if self._response_hook is not None:
-                self._hook(self._response_hook, "response_hook", span, target.operation, result)
-            if isinstance(error, Exception) and target.span == "new":
-                self._tell_failure(target, span, error)
-        if self._metered:
-            with self._recording:
-                if not self._closed:
+                    told[signals.ERROR_TYPE.name] = type(failure).__qualname__
+                span.set_attributes(told)
+            if self.response_hook is not None:
+                self.call_hook(self.response_hook, "response_hook", span, calls.target.operation, result)
+            if failure is not None and calls.new:
+                self._tell_failure(calls.target, span, failure)
+        if self.metered:
+            with self.recording:
+                if not self.closed:
                     self._record(probe, whole, concurrent == 1 if changes else None, failure)
 
-    def _enrich(self, span: Span, story: _Story, described: dict[str, Any]) -> None:
-        """Tell this call's story, added to those of earlier calls under the same span."""
-        with self._recording:  # they may end at the same time
-            known = self._enriched.get(span)
-            self._enriched[span] = story = story if known is None else known.then(story)
-            attributes = story.attributes()
-            if known is not None:
-                _take_back(span, known.attributes().keys() - attributes.keys())
-            span.set_attributes(attributes | described)
+    def _record(self, probe: Probe, whole: Change, exclusive: bool | None, failure: Exception | None) -> None:
+        series, context = probe.calls.series, probe.context
+        labels = series.by_exclusive[exclusive]
+        timed = labels
+        if failure is not None:
+            timed = {**labels, signals.ERROR_TYPE.name: type(failure).__qualname__}
+        self.record_duration(probe.ended - probe.began, timed, context)
+        if whole.reserved_delta is not None:
+            self.record_growth(max(0, whole.reserved_delta), labels, context)
+        if exclusive and whole.peak_growth is not None:
+            self.record_peak(whole.peak_growth, labels, context)
+        if whole.retries:
+            self.add_retries(whole.retries, series.labels, context)
+
+    def _tell_out_of_memory(self, tell: OutOfMemory, probe: Probe) -> None:
+        tell(probe.began, _whole(probe.before), _whole(probe.after), probe.span, probe.context)
+
+    def enriching(self, probe: Probe) -> None:
+        """A call under a span that it enriches has begun."""
+        with self.recording:
+            stay = self._enriched.get(probe.span)
+            if stay is None:
+                stay = self._enriched[probe.span] = Stay()
+            stay.one_began(probe.before)
+
+    def _enrich(self, probe: Probe, concurrent: int) -> None:
+        """Tell this call's story, added to those of the other calls under the same span."""
+        span = probe.span
+        with self.recording:  # they may end at the same time
+            stay = self._enriched[span]
+            earlier = stay.told
+            attributes = stay.one_ended(probe.after, concurrent)
+            _take_back(span, earlier - attributes.keys())
+            span.set_attributes({**attributes, **probe.described})
 
     def _tell_failure(self, target: Target, span: Span, error: Exception) -> None:
         description = type(error).__qualname__
@@ -380,32 +386,8 @@ class Requests:
             self.fault(target, fault, "what %s raised cannot be told: %r")
         span.set_status(Status(StatusCode.ERROR, description))
 
-    def _record(self, probe: Probe, whole: Change, exclusive: bool | None, failure: str | None) -> None:
-        series, context = probe.series, probe.context
-        labels = series.by_exclusive[exclusive]
-        timed = labels if failure is None else {**labels, signals.ERROR_TYPE.name: failure}
-        self._duration.record(probe.ended - probe.began, timed, context)
-        if whole.reserved_delta is not None:
-            self._reserved_growth.record(max(0, whole.reserved_delta), labels, context)
-        if exclusive and whole.peak_growth is not None:
-            self._peak_growth.record(whole.peak_growth, labels, context)
-        if whole.retries:
-            self._retries.add(whole.retries, series.labels, context)
-
-    def _describe(self, probe: Probe, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        try:
-            shapes, dtypes = described(arguments, keywords)
-        except Exception as error:  # the user's own mappings may raise; the call is measured still
-            self.fault(probe.target, error, "the inputs of %s cannot be described: %r")
-            return
-        if shapes:
-            told: dict[str, Any] = {_SHAPES: shapes, _DTYPES: dtypes}
-            if self._request_hook is None:
-                probe.described = told  # with the rest, at the end: a call of its own costs as much again
-            else:
-                probe.span.set_attributes(told)  # the hook may want to change them
-
-    def _hook(self, hook: Hook, name: str, *arguments: object) -> None:
+    def call_hook(self, hook: Hook, name: str, *arguments: object) -> None:
+        """Call a hook of the user's; one that raises is passed over."""
         try:
             hook(*arguments)
         except Exception as error:
@@ -430,13 +412,119 @@ class Requests:
         )
 
 
-def _changes(
-    before: Sequence[AllocatorReading], after: Sequence[AllocatorReading]
-) -> tuple[list[Change], Sequence[AllocatorReading]]:
-    """What changed on each device that was read before and after, and the later readings of those."""
-    later = {reading.device: reading for reading in after}
-    pairs = [(reading, later[reading.device]) for reading in before if reading.device in later]
-    return [change(*pair) for pair in pairs], [reading for _, reading in pairs]
+class Calls:
+    """The calls of one target, as one ``Requests`` measures them: what is decided before the first one."""
+
+    __slots__ = (
+        "_name", "_nested", "_open_window", "_overflows", "_start_span", "_told",
+        "close_window", "enriches", "new", "plain", "readings", "requests", "series", "target",
+    )  # fmt: skip
+
+    def __init__(self, requests: Requests, target: Target, name: SpanName) -> None:
+        self.requests = requests
+        self.target = target
+        self.series = requests.series(target)
+        self._overflows = self.series.is_other
+        self.new = target.span == "new"
+        self.enriches = target.span == "enrich"
+        self._told = self.new or self.enriches
+        self._name = name
+        self._nested = target.nested
+        self._start_span = requests.tracer.start_span
+        self.readings = requests.sampler.request_readings
+        self._open_window = requests.windows.open
+        self.close_window = requests.windows.close
+        self.plain = not (self.enriches or self._overflows or requests.request_hook or requests.response_hook)
+
+    def begin(
+        self, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] = _NO_KEYWORDS
+    ) -> Probe | None:
+        """A probe of a call that starts now, its context attached; None where nothing is wanted. Never
+        raises."""
+        requests = self.requests
+        probe = None
+        try:
+            if not requests.settled and not requests.wanted():
+                return None
+            context = _context.get()
+            outer: Any = None
+            if context:
+                if context.get(_SUPPRESS_INSTRUMENTATION_KEY) or context.get(_SUPPRESSED):
+                    return None
+                outer = context.get(_WINDOW)
+                if outer is not None:
+                    outer = outer.still_open()
+                    if outer is not None and not self._nested:
+                        return None
+            span, recording = INVALID_SPAN, False
+            if self._told and requests.traced:
+                if self.new:
+                    name = self._name
+                    if not isinstance(name, str):
+                        name = name(arguments)
+                    span = self._start_span(name, context, attributes=self.series.labels)
+                else:
+                    span = trace.get_current_span(context)
+                recording = span.is_recording()
+                if not recording and not requests.metered:
+                    if not self.new or _SPAN in context:
+                        return None  # what comes under the dropped parent is dropped as well
+                    probe = Probe(self, span, False)
+                    probe.context = context = Context({**context, _SPAN: span})
+                    probe.token = _context.set(context)
+                    return probe
+            elif not requests.metered:
+                return None
+            if requests.abandoned:
+                requests.drain()
+            probe = Probe(self, span, recording)
+            if recording:
+                try:
+                    probe.described = described(arguments, keywords)
+                except Exception as error:  # the user's own mappings may raise; the call is measured still
+                    requests.fault(self.target, error, "the inputs of %s cannot be described: %r")
+            self._open_window(probe, outer)
+            probe.measured = True
+            if span is INVALID_SPAN or not self.new:
+                context = Context({**context, _WINDOW: probe})
+            else:
+                context = Context({**context, _WINDOW: probe, _SPAN: span})
+            probe.context = context
+            try:
+                probe.before = self.readings()
+            except Exception as error:
+                requests.fault(self.target, error)
+            probe.began = perf_counter()
+            probe.token = _context.set(context)
+            if not self.plain:
+                self._greet(probe, arguments, keywords)
+            return probe
+        except Exception as error:
+            if probe is not None:
+                probe.stop()
+            requests.fault(self.target, error)
+            return None
+        except BaseException:  # of a signal handler
+            if probe is not None:
+                probe.abandon()
+            raise
+
+    def _greet(self, probe: Probe, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        requests = self.requests
+        if self._overflows:
+            requests.telemetry.skip("overflow")
+        if self.enriches and probe.recording:
+            requests.enriching(probe)
+        hook = requests.request_hook
+        if hook is not None and probe.recording:
+            if probe.described:
+                probe.span.set_attributes(probe.described)  # the hook may want to change them
+                probe.described = _NOTHING
+            requests.call_hook(hook, "request_hook", probe.span, self.target.operation, arguments, keywords)
+
+
+def _whole(readings: RawReadings) -> Readings:
+    return [AllocatorReading._make(reading) for reading in readings]
 
 
 def _is_a_signal_handlers(error: Exception) -> bool:
@@ -467,7 +555,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 class _Series:
     """The labels of one target's metrics, made once."""
 
-    __slots__ = ("by_exclusive", "labels", "operation", "zeroed")
+    __slots__ = ("by_exclusive", "is_other", "labels", "operation", "zeroed")
 
     def __init__(self, operation: str, function: str | None) -> None:
         self.operation = operation
@@ -481,50 +569,51 @@ class _Series:
             False: {**self.labels, exclusive: False},
         }
         self.zeroed = False
+        self.is_other = False
 
 
-class Probe:
+class Probe(Window):
     """The handle of one call. ``stop``, ``fail`` and ``abandon`` are its only exits; the first one counts."""
 
     __slots__ = (
-        "_requests",
         "after",
         "before",
         "began",
+        "calls",
         "context",
         "described",
         "ended",
         "ended_at",
-        "open",
+        "measured",
         "recording",
-        "series",
         "span",
-        "target",
         "token",
-        "window",
     )
 
-    def __init__(
-        self, requests: Requests, target: Target, series: _Series, span: Span, context: Context
-    ) -> None:
-        self._requests = requests
-        self.target = target
-        self.series = series
+    def __init__(self, calls: Calls, span: Span, recording: bool) -> None:
+        self.calls = calls
         self.span = span
+        self.recording = recording
         self.open = True
-        self.recording = False
-        self.window: Window | None = None
-        self.before: Readings = ()
-        self.after: Readings = ()
-        self.ended_at: int | None = None
+        self.measured = False
+        """Whether it has a window, and readings; else its span is only kept current."""
+        self.before: RawReadings = ()
+        self.after: RawReadings = ()
+        self.described: Mapping[str, Any] = _NOTHING
         self.began = self.ended = 0.0
-        self.context = context
-        self.described: dict[str, Any] = _NOTHING
+        self.ended_at: int | None = None
+        self.context: Any = None
         self.token: Token[Context] | None = None
 
+    @property
+    def series(self) -> _Series:
+        """The labels of its metrics."""
+        return self.calls.series
+
     def enter(self) -> None:
-        """Make the call's context current on this thread or task."""
-        self.token = attach(self.context)
+        """Make the call's context current on this thread or task, while it is open."""
+        if self.open:
+            self.token = _context.set(self.context)
 
     def leave(self) -> None:
         """Make the caller's context current again, and keep the call's as it is now for the next step."""
@@ -532,137 +621,76 @@ class Probe:
         if token is None:
             return
         self.token = None
-        current = get_current()
+        current = _context.get()
         try:
-            token.var.reset(token)
+            _context.reset(token)
             self.context = current
         except ValueError:  # left on another thread or task than entered: that one's context ends with it
             pass
+        requests = self.calls.requests
+        if not requests.watches_streams:
+            requests.watch_streams()
 
     def stop(self, result: object = None) -> None:
         """The call has returned."""
-        if self._close():
-            self._requests.finish(self, None, result)
+        if self._over():
+            self.calls.requests.finish(self, None, result)
 
     def fail(self, error: BaseException) -> None:
         """The call has raised; a ``GeneratorExit`` means that a stream was given up."""
         if isinstance(error, GeneratorExit):
             self.abandon()
-        elif self._close():
-            self._requests.finish(self, error, None)
+        elif self._over():
+            self.calls.requests.finish(self, error, None)
 
     def abandon(self) -> None:
         """The call was given up in a finalizer, perhaps in the middle of the SDK on this very thread:
-        take no lock, record nothing, end nothing; it is finished at the next call or collection."""
-        if self._close():
-            self._requests.abandoned(self)
+        take no lock, record nothing, end nothing; that is left to another thread."""
+        if self._over():
+            self.calls.requests.abandon(self)
 
-    def _close(self) -> bool:
+    def _over(self) -> bool:
         """Make the caller's context current again and take the readings after; False if there is nothing
         more to be told."""
-        if not self.open:
-            return False
-        token, window = self.token, self.window
+        token = self.token
         try:
-            self.open = False
             if token is not None:
                 self.token = None
                 try:  # noqa: SIM105 - costs nothing
-                    token.var.reset(token)
+                    _context.reset(token)
                 except ValueError:  # as in `leave`
                     pass
-            if window is None:
+            if not self.open:
+                return False
+            self.open = False
+            if not self.measured:
                 return self.recording
             self.ended = perf_counter()
             self.ended_at = time_ns()
-            window.open = False
             try:
-                self.after = self._requests.sampler.request_readings()
+                self.after = self.calls.readings()
             except Exception as error:
-                self._requests.fault(self.target, error)
+                self.calls.requests.fault(self.calls.target, error)
         except BaseException:  # of a signal handler
-            if window is not None:
-                window.open = False
+            self.open = False
             with suppress(ValueError, RuntimeError):  # it was reset
                 if token is not None:
-                    token.var.reset(token)
-            self._requests.abandoned(self)
+                    _context.reset(token)
+            if self.measured or self.recording:
+                self.calls.requests.abandon(self)
             raise
         return True
 
+
+class Guard:
+    """Held by a stream alone: gone with it, it gives up the call of one that nobody started, or whose loop
+    has closed."""
+
+    __slots__ = ("probe",)
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+
     def __del__(self) -> None:
-        if getattr(self, "open", False):  # a stream that nobody started, or whose loop has closed
-            self.abandon()
-
-
-class _Story:
-    """What a span says of one call, or of several under it."""
-
-    __slots__ = ("changes", "concurrent", "devices", "whole")
-
-    def __init__(self, devices: list[str], changes: list[Change], whole: Change, concurrent: int) -> None:
-        self.devices = devices
-        self.changes = changes
-        self.whole = whole
-        self.concurrent = concurrent
-
-    def then(self, later: _Story) -> _Story:
-        """Two calls one after another: what happened adds up, from the first one's start."""
-        merged = {
-            name: followed(self.changes[self.devices.index(name)], change_)
-            if name in self.devices
-            else change_
-            for name, change_ in zip(later.devices, later.changes, strict=True)
-        }
-        for name, change_ in zip(self.devices, self.changes, strict=True):
-            merged.setdefault(name, change_)
-        changes = list(merged.values())
-        whole = total(changes) if changes else NOTHING_KNOWN
-        return _Story(list(merged), changes, whole, max(self.concurrent, later.concurrent))
-
-    def attributes(self) -> dict[str, Any]:
-        """The attributes of the span."""
-        return _attributes(self.devices, self.changes, self.whole, self.concurrent)
-
-
-def _attributes(
-    names: Sequence[str], changes: Sequence[Change], whole: Change, concurrent: int
-) -> dict[str, Any]:
-    """What a span says; what cannot be known, or means nothing under overlap, is left out."""
-    if not changes:
-        return {}
-    several = len(changes) > 1
-    if several:
-        touched = [i for i, each in enumerate(changes) if each.turnover or each.reserved_delta]
-        if touched and len(touched) < len(changes):
-            names, changes = [names[i] for i in touched], [changes[i] for i in touched]
-            whole = total(changes)
-    exclusive = concurrent == 1
-    told: dict[str, Any] = {
-        _DEVICES: ",".join(names),
-        _CONCURRENT: concurrent,
-        _EXCLUSIVE: exclusive,
-        _RESERVED_BEFORE: whole.reserved_before,
-        _RESERVED_DELTA: whole.reserved_delta,
-        _ALLOCATED_BEFORE: whole.allocated_before,
-        _RETRIES: whole.retries,
-        _OOMS: whole.ooms,
-        _DEVICE_ALLOCATIONS: whole.device_allocations,
-        _DEVICE_SYNCS: whole.device_syncs,
-        _TURNOVER: whole.turnover,
-        _FRAGMENTATION: whole.fragmentation,
-    }
-    if exclusive:
-        told[_ALLOCATED_DELTA] = whole.allocated_delta
-        if whole.peak_growth:
-            told[_PEAK_GROWTH] = whole.peak_growth
-    if several:
-        pairs = [(_RESERVED_BY_DEVICE, [each.reserved_delta for each in changes])]
-        if exclusive:
-            pairs.append((_ALLOCATED_BY_DEVICE, [each.allocated_delta for each in changes]))
-        for key, deltas in pairs:
-            if None not in deltas and len(set(deltas)) > 1:
-                told[key] = [f"{name}={delta}" for name, delta in zip(names, deltas, strict=True)]
-    if None in whole or not whole.reserved:
-        return {key: value for key, value in told.items() if value is not None}
-    return told
+        if self.probe.open:
+            self.probe.abandon()

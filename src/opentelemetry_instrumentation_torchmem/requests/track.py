@@ -20,12 +20,13 @@ from opentelemetry.trace import INVALID_SPAN
 from opentelemetry.util.types import AttributeValue
 
 from . import wrapping
-from .probe import Probe, Requests, Target
+from .probe import Calls, Guard, Probe, Requests, SpanName, Target
 from .specs import SPANS
 from .targets import function_in
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_NO_KEYWORDS: Mapping[str, Any] = {}
 
 
 class _Active:
@@ -39,6 +40,7 @@ def activate(requests: Requests, default_span: str = "new") -> None:
     """From now on what is tracked is measured. Called by the instrumentor."""
     _Active.requests, _Active.default_span = requests, default_span
     for measured in tuple(_named):
+        measured.forget()
         requests.series(measured.target)  # their counters exist from now on
     for calls in tuple(_models.values()):
         calls.install()
@@ -47,40 +49,50 @@ def activate(requests: Requests, default_span: str = "new") -> None:
 def deactivate() -> None:
     """From now on nothing that is tracked is measured, and no class is touched."""
     _Active.requests = None
+    for measured in tuple(_named):
+        measured.forget()
     for calls in tuple(_models.values()):
         calls.remove()
 
 
 class _Measured:
-    """A target for whoever measures at the time of the call: what ``wrap`` needs of ``Requests``."""
+    """The calls of a target, for whoever measures at their time: what ``wrap`` needs of ``Requests``."""
 
     def __init__(self, target: Target, span: str | None) -> None:
         self.target = target if span is None else replace(target, span=span)
         self._follows_the_default = span is None
+        self._name: SpanName = target.operation
+        self._calls: Calls | None = None
+
+    def calls(self, target: Target, name: SpanName) -> _Measured:
+        """Itself, from now on under the name."""
+        self.target, self._name = target, name
+        return self
 
     def begin(
-        self,
-        target: Target,
-        name: wrapping.SpanName,
-        arguments: Sequence[Any] = (),
-        keywords: Mapping[str, Any] | None = None,
+        self, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] = _NO_KEYWORDS
     ) -> Probe | None:
         """A probe from whoever measures now."""
-        requests = _Active.requests
-        if requests is None:
-            return None
-        if self._follows_the_default and target.span != _Active.default_span:
-            target = _with_span(target, _Active.default_span)
-        return requests.begin(target, name, arguments, keywords or {})
+        calls = self._calls
+        if calls is None:
+            requests = _Active.requests
+            if requests is None:
+                return None
+            target = self.target
+            if self._follows_the_default and target.span != _Active.default_span:
+                target = replace(target, span=_Active.default_span)
+            calls = requests.calls(target, self._name)
+            if self in _named:
+                self._calls = calls
+        return calls.begin(arguments, keywords)
 
-    def wrap(self, function: Callable[..., Any], name: wrapping.SpanName | None = None) -> Callable[..., Any]:
+    def forget(self) -> None:
+        """Keep nothing of who measured until now."""
+        self._calls = None
+
+    def wrap(self, function: Callable[..., Any], name: SpanName | None = None) -> Callable[..., Any]:
         """The function, measured."""
         return wrapping.wrap(function, self.target, cast("Requests", self), name)
-
-
-@functools.lru_cache(maxsize=256)
-def _with_span(target: Target, span: str) -> Target:
-    return replace(target, span=span)
 
 
 _named: WeakSet[_Measured] = WeakSet()
@@ -137,7 +149,7 @@ class Tracked:
         self._span = span
         self._nested = nested
         self._iterator = iterator
-        self._probes: dict[tuple[int, int], list[Probe | None]] = {}
+        self._guards: dict[tuple[int, int], list[Guard | None]] = {}
         """Of the blocks that are open, by who is in them: one object may serve many threads and tasks."""
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -156,25 +168,25 @@ class Tracked:
 
     def __enter__(self) -> Request:
         measured = self._measured(None, self._name or "block")
-        probe = measured.begin(measured.target, measured.target.operation)
-        self._probes.setdefault(_who(), []).append(probe)
+        probe = measured.begin()
+        self._guards.setdefault(_who(), []).append(None if probe is None else Guard(probe))
         return Request(probe)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         who = _who()
-        if who not in self._probes:  # left on another thread or task than entered
-            who = next(reversed(self._probes))
-        probe = self._probes[who].pop()
-        if not self._probes[who]:
-            del self._probes[who]
-        if probe is None:
+        if who not in self._guards:  # left on another thread or task than entered
+            who = next(reversed(self._guards))
+        guard = self._guards[who].pop()
+        if not self._guards[who]:
+            del self._guards[who]
+        if guard is None:
             return
         if error is None:
-            probe.stop()
+            guard.probe.stop()
         else:
-            probe.fail(error)
+            guard.probe.fail(error)
 
     def _measured(self, label: str | None, operation: str) -> _Measured:
         return _Measured(Target(label, operation, "new", self._nested, self._iterator), self._span)
@@ -286,7 +298,7 @@ class _ModelCalls:
         calls = self
 
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if wrapping.is_compiling():
+            if wrapping.compiling() or wrapping.tracing():
                 return calls.pass_on(model, *args, **kwargs)
             return calls.wrapped(model)(model, *args, **kwargs)
 

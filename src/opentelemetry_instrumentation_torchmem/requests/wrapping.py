@@ -18,12 +18,11 @@ from weakref import WeakKeyDictionary
 
 import wrapt
 
-from .probe import Probe, Requests, Target
+from ..allocator.source import tracing_call
+from .probe import Guard, Probe, Requests, SpanName, Target
 
 _Proxy: Any = wrapt.ObjectProxy
 Function = Callable[..., Any]
-SpanName = str | Callable[[Sequence[Any]], str]
-"""The span's name, or what makes it from the positional arguments."""
 
 
 def wrap(function: Function, target: Target, requests: Requests, name: SpanName | None = None) -> Function:
@@ -93,36 +92,39 @@ def wrap_attribute(
 # the compiler
 
 
-def is_compiling() -> bool:
-    """Whether torch is tracing this very call; this stands in until torch is imported."""
+def compiling() -> bool:
+    """Whether the compiler or an export is tracing this very call; this stands in until torch is imported."""
     return False
 
 
-_before_torch = is_compiling
+def tracing() -> bool:
+    """Whether ``torch.jit.trace`` is; likewise."""
+    return False
+
+
+_before_torch = compiling
 
 
 def torch_imported(torch: Any) -> None:
     """From now on pass through what torch compiles, exports or traces. Owner of the switch: the instrumentor.
 
     The compiler knows ``torch.compiler.is_compiling`` by identity and folds it to a constant, so that a
-    wrapper leaves nothing in the graph. Once set it stays: the compiled code of others depends on it.
+    wrapper leaves nothing in the graph, as long as it is asked first. Once set it stays: the compiled code of
+    others depends on it.
     """
-    compiling = getattr(torch.compiler, "is_compiling", None)
-    if compiling is not None:
-        _pass_through_when(compiling, torch.jit.is_tracing)
+    is_compiling = getattr(torch.compiler, "is_compiling", None)
+    if is_compiling is not None:
+        _pass_through_when(is_compiling, tracing_call(torch))
     else:  # before 2.3 it is in the compiler itself, which most processes never import
         wrapt.register_post_import_hook(
             lambda dynamo: _pass_through_when(dynamo.is_compiling, torch.jit.is_tracing), "torch._dynamo"
         )
 
 
-def _pass_through_when(compiling: Callable[[], bool], tracing: Callable[[], bool]) -> None:
-    def compiling_or_tracing() -> bool:
-        return compiling() or tracing()
-
-    global is_compiling
-    if is_compiling is _before_torch:
-        is_compiling = compiling_or_tracing
+def _pass_through_when(is_compiling: Callable[[], bool], is_tracing: Callable[[], bool]) -> None:
+    global compiling, tracing
+    if compiling is _before_torch:
+        compiling, tracing = is_compiling, is_tracing
 
 
 _here = sys.modules[__name__]
@@ -164,17 +166,16 @@ def _wrap(
     call: Function | None = None,
 ) -> tuple[Function, _Asking]:
     """``call`` is called, ``function`` is what it looks like."""
-    make = (
-        _coroutine
-        if inspect.iscoroutinefunction(function)
-        else _async_generator
-        if inspect.isasyncgenfunction(function)
-        else _generator
-        if inspect.isgeneratorfunction(function)
-        else _plain
-    )
-    asking = _Asking(requests.begin)
-    wrapper = make(call or function, asking, target, name or _default_name(function, target.operation))
+    asking = _Asking(requests.calls(target, name or _default_name(function, target.operation)).begin)
+    call = call or function
+    if inspect.iscoroutinefunction(function):
+        wrapper = _coroutine(call, asking)
+    elif inspect.isasyncgenfunction(function):
+        wrapper = _async_generator(call, asking)
+    elif inspect.isgeneratorfunction(function):
+        wrapper = _generator(call, asking)
+    else:
+        wrapper = _plain(call, asking, target.iterator)
     wrapper = _at_home(wrapper, function)
     functools.update_wrapper(wrapper, function)
     with suppress(TypeError, ValueError):  # a builtin that has none
@@ -200,13 +201,13 @@ def _of_its_own(made: Any, function: Function, names: dict[str, Any]) -> Any:
     return FunctionType(code, names, made.__name__, made.__defaults__, made.__closure__)
 
 
-def _plain(function: Function, asking: _Asking, target: Target, name: SpanName) -> Function:
-    here, returned, streams, follows = _here, _returned, _STREAMS, target.iterator
+def _plain(function: Function, asking: _Asking, follows: bool) -> Function:
+    here, returned, streams = _here, _returned, _STREAMS
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if here.is_compiling():
+        if here.compiling() or here.tracing():
             return function(*args, **kwargs)
-        probe = asking.begin(target, name, args, kwargs)
+        probe = asking.begin(args, kwargs)
         if probe is None:
             return function(*args, **kwargs)
         try:
@@ -222,11 +223,11 @@ def _plain(function: Function, asking: _Asking, target: Target, name: SpanName) 
     return wrapper
 
 
-def _coroutine(function: Function, asking: _Asking, target: Target, name: SpanName) -> Function:
+def _coroutine(function: Function, asking: _Asking) -> Function:
     steps, as_coroutine = _steps, _as_coroutine
 
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        probe = asking.begin(target, name, args, kwargs)
+        probe = asking.begin(args, kwargs)
         if probe is None:
             return await function(*args, **kwargs)
         try:
@@ -240,15 +241,13 @@ def _coroutine(function: Function, asking: _Asking, target: Target, name: SpanNa
     return wrapper
 
 
-def _generator(
-    function: Callable[..., Generator[Any, Any, Any]], asking: _Asking, target: Target, name: SpanName
-) -> Function:
+def _generator(function: Callable[..., Generator[Any, Any, Any]], asking: _Asking) -> Function:
     here, unmeasured, as_generator = _here, _UNMEASURED, _as_generator
 
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        if here.is_compiling():
+        if here.compiling() or here.tracing():
             return (yield from function(*args, **kwargs))
-        probe = asking.begin(target, name, args, kwargs) or unmeasured
+        probe = asking.begin(args, kwargs) or unmeasured
         closing = False
         try:
             inner = as_generator(function(*args, **kwargs))
@@ -282,11 +281,13 @@ def _generator(
     return wrapper
 
 
-def _async_generator(function: Function, asking: _Asking, target: Target, name: SpanName) -> Function:
+def _async_generator(function: Function, asking: _Asking) -> Function:
     unmeasured, steps, as_async_generator, first = _UNMEASURED, _steps, _as_async_generator, _first
+    guard = Guard
 
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        probe = asking.begin(target, name, args, kwargs) or unmeasured
+        guarded = guard(asking.begin(args, kwargs) or unmeasured)  # nobody closes it once its loop has closed
+        probe = guarded.probe
         closing = False
         try:
             inner = as_async_generator(function(*args, **kwargs))
@@ -367,6 +368,8 @@ def _left_to_ours(_: Any) -> None:
 class _Unmeasured:
     """Stands where there is no probe, in a stream."""
 
+    open = False
+
     def enter(self) -> None: ...
     def leave(self) -> None: ...
     def stop(self, result: object = None) -> None: ...
@@ -428,7 +431,7 @@ def _returned(probe: Probe, result: object) -> Any:
         make = _coroutine
     elif kind is AsyncGeneratorType:
         make = _async_generator
-    elif probe.target.iterator and (stream := _stream_kind(kind)) is not None:
+    elif probe.calls.target.iterator and (stream := _stream_kind(kind)) is not None:
         probe.leave()
         return stream(result, probe)
     else:
@@ -436,18 +439,15 @@ def _returned(probe: Probe, result: object) -> Any:
         return result
     probe.leave()
     inner = cast("Any", result)
-    outer = make(lambda: inner, _Asking(_Again(probe)), probe.target, "")()
+    outer = make(lambda: inner, _Asking(_Again(probe)))()
     outer.__name__, outer.__qualname__ = inner.__name__, inner.__qualname__
     return outer
 
 
-class _Again:
+class _Again(Guard):
     """A call that has begun goes on, in the first step of what it returned."""
 
-    __slots__ = ("probe",)
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
+    __slots__ = ()
 
     def __call__(self, *_: Any) -> Probe:
         self.probe.enter()
@@ -460,6 +460,7 @@ class _Followed(_Proxy):
     def __init__(self, iterator: Any, probe: Probe) -> None:
         _Proxy.__init__(self, iterator)
         self._self_probe = probe
+        self._self_guard = Guard(probe)
 
 
 class _FollowedIterator(_Followed):
@@ -559,7 +560,7 @@ def _default_name(function: Function, operation: str) -> SpanName:
     qualified: str = getattr(function, "__qualname__", operation)
     owner, _, attribute = qualified.rpartition(".")
     if owner and not owner.endswith("<locals>"):
-        return _ClassName(operation, owner.rpartition(".")[2], attribute)
+        return _ClassName(operation, owner.rpartition(".")[2], attribute).of
     return operation if attribute == operation else f"{operation} {attribute}"
 
 
@@ -576,7 +577,8 @@ class _ClassName:
         self._attribute = attribute
         self._names: dict[str, str] = {}
 
-    def __call__(self, arguments: Sequence[Any]) -> str:
+    def of(self, arguments: Sequence[Any]) -> str:
+        """The name of a call with these arguments."""
         if not arguments:
             return f"{self._operation} {self._owner}"
         first: object = arguments[0]

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a span says of a call, or of several: figures -> attributes. Knows the table and no span."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from .. import signals
+from ..allocator.reading import RawReading
+from ..allocator.sampler import Readings
+from ..allocator.windows import Change, change, followed, total
+
+# the keys of a span's attributes: each look at a row takes its time on the path of every request
+_DEVICES = signals.DEVICES.name
+_CONCURRENT = signals.CONCURRENT.name
+_EXCLUSIVE = signals.EXCLUSIVE.name
+_RESERVED_BEFORE = signals.RESERVED_BEFORE.name
+_RESERVED_DELTA = signals.RESERVED_DELTA.name
+_RESERVED_BY_DEVICE = signals.RESERVED_BY_DEVICE.name
+_ALLOCATED_BEFORE = signals.ALLOCATED_BEFORE.name
+_ALLOCATED_DELTA = signals.ALLOCATED_DELTA.name
+_ALLOCATED_BY_DEVICE = signals.ALLOCATED_BY_DEVICE.name
+_PEAK_GROWTH = signals.PEAK_GROWTH.name
+_RETRIES = signals.RETRIES.name
+_OOMS = signals.OOMS.name
+_DEVICE_ALLOCATIONS = signals.DEVICE_ALLOCATIONS.name
+_DEVICE_SYNCS = signals.DEVICE_SYNCS.name
+_TURNOVER = signals.TURNOVER.name
+_FRAGMENTATION = signals.FRAGMENTATION.name
+
+
+def changes_of(before: Readings, after: Readings) -> tuple[list[Change], Readings]:
+    """What changed on each device that was read before and after, and the later readings of those."""
+    later = {reading[0]: reading for reading in after}
+    pairs = [(reading, later[reading[0]]) for reading in before if reading[0] in later]
+    return [change(*pair) for pair in pairs], tuple([reading for _, reading in pairs])
+
+
+def name_of(reading: RawReading) -> str:
+    """The device as torch names it."""
+    return f"cuda:{reading[0]}"
+
+
+class Stay:
+    """The calls under one enriched span. Those that overlap are one stay, from the first one's start to the
+    last one's end: what each of them saw would add up to more than there was."""
+
+    __slots__ = ("_ended", "after", "before", "open", "told")
+
+    def __init__(self) -> None:
+        self.open = 0
+        """How many are in flight now."""
+        self.before: Readings = ()
+        """When the first of those began."""
+        self.after: Readings = ()
+        """The latest since then."""
+        self.told: AbstractSet[str] = frozenset()
+        self._ended: _Story | None = None
+
+    def one_began(self, before: Readings) -> None:
+        """A call that began with these readings."""
+        if not self.open:
+            # of another thread the last one may have ended since: what it told is told
+            self.before = self.after = self.after if _is_later(self.after, before) else before
+        self.open += 1
+
+    def one_ended(self, after: Readings, concurrent: int) -> dict[str, Any]:
+        """What the span says from now on."""
+        if not _is_later(self.after, after):  # one may be finished late
+            self.after = after
+        changes, after = changes_of(self.before, self.after)
+        story = _Story([name_of(reading) for reading in after], changes, concurrent)
+        if self._ended is not None:
+            story = self._ended.then(story)
+        self.open -= 1
+        if not self.open:
+            self._ended = story
+            self.before = ()
+        attributes = story.attributes()
+        self.told = attributes.keys()
+        return attributes
+
+
+def _is_later(readings: Readings, others: Readings) -> bool:
+    return bool(readings and others) and readings[0][1] > others[0][1]
+
+
+class _Story:
+    """What a span says of one call, or of several under it."""
+
+    __slots__ = ("changes", "concurrent", "devices")
+
+    def __init__(self, devices: list[str], changes: list[Change], concurrent: int) -> None:
+        self.devices = devices
+        self.changes = changes
+        self.concurrent = concurrent
+
+    def then(self, later: _Story) -> _Story:
+        """Two calls one after another: what happened adds up, from the first one's start."""
+        merged = {
+            name: followed(self.changes[self.devices.index(name)], change_)
+            if name in self.devices
+            else change_
+            for name, change_ in zip(later.devices, later.changes, strict=True)
+        }
+        for name, change_ in zip(self.devices, self.changes, strict=True):
+            merged.setdefault(name, change_)
+        return _Story(list(merged), list(merged.values()), max(self.concurrent, later.concurrent))
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the span."""
+        return attributes_of(self.devices, self.changes, self.concurrent)
+
+
+def nothing_new(before: RawReading, after: RawReading, concurrent: int, recording: bool) -> Any:
+    """What a span says of a call on one device that left nothing new: no growth of what is reserved, no new
+    peak, no retry. Nothing of any other, or where something is not known: then ``attributes_of`` says it.
+    Where no span records, whether it was such a call. On the path of every request."""
+    index, _, b = before
+    same_index, _, a = after
+    try:
+        reserved_b, reserved = b["reserved_bytes"]["all"]["current"], a["reserved_bytes"]["all"]["current"]
+        allocated_b, allocated = b["allocated_bytes"]["all"], a["allocated_bytes"]["all"]
+        if (
+            index != same_index
+            or reserved > reserved_b
+            or a["num_alloc_retries"] != b["num_alloc_retries"]
+            or allocated["peak"] != allocated_b["peak"]
+        ):
+            return None
+        if not recording:
+            return True
+        current = allocated_b["current"]
+        delta = allocated["current"] - current
+        turnover = allocated["allocated"] - allocated_b["allocated"]
+        if turnover < 0 or delta != turnover - allocated["freed"] + allocated_b["freed"]:
+            return None
+        told = {
+            _DEVICES: f"cuda:{index}",
+            _CONCURRENT: concurrent,
+            _EXCLUSIVE: concurrent == 1,
+            _RESERVED_BEFORE: reserved_b,
+            _RESERVED_DELTA: reserved - reserved_b,
+            _ALLOCATED_BEFORE: current,
+            _RETRIES: 0,
+            _OOMS: a["num_ooms"] - b["num_ooms"],
+            _DEVICE_ALLOCATIONS: a["num_device_alloc"] - b["num_device_alloc"],
+            _DEVICE_SYNCS: a["num_sync_all_streams"] - b["num_sync_all_streams"],
+            _TURNOVER: turnover,
+            _FRAGMENTATION: a["inactive_split_bytes"]["all"]["current"] / reserved,
+        }
+        if concurrent == 1:
+            told[_ALLOCATED_DELTA] = delta
+        return told
+    except (KeyError, ZeroDivisionError):
+        return None
+
+
+def attributes_of(names: Sequence[str], changes: Sequence[Change], concurrent: int) -> dict[str, Any]:
+    """What a span says; what cannot be known, or means nothing under overlap, is left out. Of several devices
+    sums, and each one's figures where they differ."""
+    if not changes:
+        return {}
+    several = len(changes) > 1
+    if several:
+        touched = [i for i, each in enumerate(changes) if each.turnover or each.reserved_delta]
+        if touched and len(touched) < len(changes):
+            names, changes = [names[i] for i in touched], [changes[i] for i in touched]
+    whole = total(changes)
+    exclusive = concurrent == 1
+    told: dict[str, Any] = {
+        _DEVICES: ",".join(names),
+        _CONCURRENT: concurrent,
+        _EXCLUSIVE: exclusive,
+        _RESERVED_BEFORE: whole.reserved_before,
+        _RESERVED_DELTA: whole.reserved_delta,
+        _ALLOCATED_BEFORE: whole.allocated_before,
+        _RETRIES: whole.retries,
+        _OOMS: whole.ooms,
+        _DEVICE_ALLOCATIONS: whole.device_allocations,
+        _DEVICE_SYNCS: whole.device_syncs,
+        _TURNOVER: whole.turnover,
+        _FRAGMENTATION: whole.fragmentation,
+    }
+    if exclusive:
+        told[_ALLOCATED_DELTA] = whole.allocated_delta
+        if whole.peak_growth:
+            told[_PEAK_GROWTH] = whole.peak_growth
+    if several:
+        pairs = [(_RESERVED_BY_DEVICE, [each.reserved_delta for each in changes])]
+        if exclusive:
+            pairs.append((_ALLOCATED_BY_DEVICE, [each.allocated_delta for each in changes]))
+        for key, deltas in pairs:
+            if None not in deltas and len(set(deltas)) > 1:
+                told[key] = [f"{name}={delta}" for name, delta in zip(names, deltas, strict=True)]
+    return {key: value for key, value in told.items() if value is not None}
