@@ -303,8 +303,8 @@ class Requests:
                     else:
                         self._tell(probe, concurrent, error, result)
             finally:
-                if probe.measured and not concurrent:  # a signal's exception came between
-                    self.windows.close(probe)
+                if probe.measured and not concurrent and probe in self.windows.all_open():
+                    self.windows.close(probe)  # a signal's exception came between
                 if calls.new:
                     span.end(probe.ended_at)
         except Exception as fault:  # a span processor of the user's may raise too
