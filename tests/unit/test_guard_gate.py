@@ -136,6 +136,8 @@ def test_while_something_is_missing_an_arrival_is_refused_after_its_limit_and_fo
         return late, await waiting, await gate.wait(lane)
 
     assert asyncio.run(main()) == (False, False, False)
+    gate.open()
+    assert gate.closed, "for good"
     assert gate.in_flight == 0
 
 

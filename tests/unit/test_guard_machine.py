@@ -289,6 +289,7 @@ class World(RuleBasedStateMachine):
             guard = worker.guard
             assert guard.ready() or guard.state is not State.SERVING or guard.gate.shut
             if guard.gate.refuses:
+                assert guard.gate.closed
                 assert not guard.ready()
                 assert not guard.alive()
 
@@ -470,7 +471,8 @@ def test_what_is_missing_leaves_no_way_but_a_restart_even_where_readiness_steers
     machine.looked(False, 21.0)
     assert machine.finished(Result.MISSING, "gone", 22.0) == (Action.NOT_READY, Action.WANT_RESTART)
     assert not machine.ready
-    assert machine.looked(False, 10_000.0) == ()
+    assert machine.looked(False, 10_000.0) == (Action.EXIT,)
+    assert machine.looked(True, 20_000.0) == ()
     assert machine.state is State.RESTART_WANTED
 
 

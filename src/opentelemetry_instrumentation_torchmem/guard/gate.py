@@ -169,8 +169,8 @@ class Gate:
         return True
 
     def open(self) -> None:
-        """Let all pass that wait."""
-        self.closed = False
+        """Let all pass that wait; nobody where it refuses."""
+        self.closed = self.refuses
         self._wake()
 
     def refuse(self) -> None:

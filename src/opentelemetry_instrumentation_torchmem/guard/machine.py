@@ -76,7 +76,8 @@ class Action(Enum):
     """Close the gate first and wait for what is in flight; then clear and tell ``finished``."""
     WANT_RESTART = "want_restart"
     EXIT = "exit"
-    """Nothing is in flight: the moment to end the process, where that is the way."""
+    """The moment to end the process, where that is the way: nothing is in flight, or arrivals must wait until
+    nothing is, because readiness does not keep them away."""
     RELEASE_PLACE = "release_place"
 
 
@@ -250,7 +251,7 @@ class Machine:
             # where readiness does not steer, connections that are kept alive are closed meanwhile
             seen_since = self._drained_since if self.steers else self._since
             seen = now - seen_since >= self.timing.min_not_ready
-            if idle and seen and not self._exited:
+            if (idle or not self.steers) and seen and not self._exited:
                 self._exited = True
                 return (Action.EXIT,)
         return ()

@@ -343,7 +343,20 @@ class MemoryGuard:
 
     def _exit(self) -> None:
         if self._restart == "sigterm":
-            ask_to_end()
+            if self._machine.steers:
+                ask_to_end()
+            else:
+                self._spawn(lambda: self._attempt("exit", self._exit_at_idle))
+
+    def _exit_at_idle(self) -> None:
+        rooms = self._rooms()
+        try:
+            if self.gate.close(self._timing.hold_limit, lambda: self._outside_is_idle(rooms)):
+                ask_to_end()
+            else:
+                self._say("exit", "no restart: something is in flight still")
+        finally:
+            self.gate.open()  # who waited is served by the shutdown
 
     # behind the gate
 
