@@ -303,6 +303,16 @@ def test_where_something_is_missing_the_gate_stays_shut_and_no_request_touches_i
     assert server.pass_by(100_000) is State.RESTART_WANTED
 
 
+def test_clearing_that_raises_leaves_the_server_as_it_was_and_the_gate_open():
+    server = Server([Route("/", lambda request: PlainTextResponse("served"))])
+    server.reserved = None  # the arithmetic of this test's own clearing fails
+    server.drain()
+    assert server.pass_by(6) is State.SERVING
+    assert server.guard._figures.transitions["failed"] == 1
+    assert TestClient(server.app).get("/").text == "served"
+    assert server.guard.ready()
+
+
 def test_a_server_that_is_well_again_after_clearing_is_not_compacted():
     server = Server(compact=lambda: pytest.fail("compacted"))
     server.drain()
