@@ -657,3 +657,57 @@ def test_a_memory_history_tells_what_calls_took_where_the_cache_was_flushed(gpu)
     got = gpu.run(of_history, memory=MEMORY)
     assert got["free"] >= 0.030
     assert got["allocation"] >= 0.080
+
+
+def on_two_devices() -> list[list[Any]]:
+    import torch
+
+    from opentelemetry_instrumentation_torchmem import advice
+
+    with torch.cuda.device(1):
+        fragmenting(False)
+    steady(False)
+    return [[each.evidence.device, [found.code for found in each.advice]] for each in advice.examine()]
+
+
+def test_each_device_is_told_for_itself(gpu):
+    assert gpu.run(on_two_devices, memory=MEMORY, devices=2) == [[0, []], [1, ["expandable_segments"]]]
+
+
+def to_nowhere(file: str) -> str:
+    from opentelemetry_instrumentation_torchmem import advice
+
+    take(1)
+    try:
+        advice.dump(file)
+    except OSError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_dump_that_cannot_be_written_says_so_and_leaves_nothing(gpu, tmp_path):
+    assert gpu.run(to_nowhere, args=[str(tmp_path / "none" / "x")], memory=MEMORY) == "FileNotFoundError"
+    (tmp_path / "directory").mkdir()
+    assert gpu.run(to_nowhere, args=[str(tmp_path / "directory")], memory=MEMORY) == "IsADirectoryError"
+    assert [each.name for each in tmp_path.iterdir()] == ["directory"]
+
+
+def test_the_command_measures_the_driver_where_it_is_asked_to(gpu, tmp_path):
+    file = tmp_path / "app.pickle"
+    gpu.run(healthy_dumped, args=[str(file)], memory=MEMORY)
+    arguments = [sys.executable, "-c", RUN, "doctor", "--measure", "--snapshot", str(file)]
+    measured = gpu.popen(arguments, memory=MEMORY, stdout=subprocess.PIPE, text=True)
+    out, _ = measured.communicate(timeout=120)
+    assert measured.returncode == 0
+    _, cost, verdict = out.splitlines()
+    assert cost.startswith("  Trips to the driver take an estimated 0.")
+    assert cost.endswith(" calls a second, by 10 calls for 32 MiB on cuda:0 while it was idle.")
+    assert verdict == "  Nothing to change."
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU here")
+def test_without_a_gpu_the_command_says_that_it_cannot_measure():
+    got = command("doctor", "--measure")
+    assert (got.returncode, got.stdout) == (2, "")
+    assert got.stderr.startswith("torchmem doctor: error: --measure: ")
+    assert got.stderr.count("\n") == 1

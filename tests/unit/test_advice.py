@@ -57,7 +57,7 @@ def evidence(*segments: dict[str, Any], settings: str = "", **more: Any) -> Evid
     reserved = sum(each["total_size"] for each in segments)
     limits = Limits(DriverMemory(TOTAL - reserved, TOTAL), 1.0, reserved)
     variables = {"PYTORCH_ALLOC_CONF": settings} if settings else {}
-    options: dict[str, Any] = {"limits": limits, "variables": variables} | more
+    options: dict[str, Any] = {"limits": limits, "variables": variables, "release": (2, 15)} | more
     return Evidence(0, AllocatorSettings.parse(settings, "x"), list(segments), **options)
 
 
@@ -101,6 +101,16 @@ def test_nothing_is_advised_that_is_on_already_or_cannot_be():
     expandable = segment(("a", 2), *[("f", 10), ("a", 2)] * 60, ("a", 58), is_expandable=True)
     assert codes(evidence(expandable, settings=ON)) == ["compaction"]
     assert codes(evidence(expandable, settings=f"{ON},large_segment_size_mb:12")) == ["compaction"]
+
+
+def test_nothing_is_advised_that_this_release_does_not_know():
+    trapped = segment(("a", 10), ("f", 900), ("a", 10))
+    for release in ((2, 9), None):
+        (advice,) = advise(evidence(trapped, release=release))
+        assert advice.change == "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+    holes = segment(("a", 2), *[("f", 26), ("a", 2)] * 40, ("a", 18), is_expandable=True, address=0)
+    for release, expected in (((2, 12), "large_segment_size"), ((2, 11), "compaction"), (None, "compaction")):
+        assert codes(evidence(holes, settings=ON, release=release))[0] == expected
 
 
 def test_a_split_limit_comes_last_and_only_where_nothing_else_can_be_done():

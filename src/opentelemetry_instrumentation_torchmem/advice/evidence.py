@@ -45,6 +45,8 @@ class Evidence:
     """Why expandable segments cannot be used, in words."""
     asked: Sequence[int] = ()
     """The sizes of requests by the memory history, where one was recorded."""
+    release: tuple[int, int] | None = None
+    """Of torch."""
     graph_pools: frozenset[PoolId] | None = None
     """The private pools that CUDA graphs live in; None where that is not known."""
 

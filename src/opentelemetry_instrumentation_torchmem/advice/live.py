@@ -6,17 +6,18 @@ The file is torch's own snapshot, so memory_viz and `torchmem snapshot` read it 
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from time import CLOCK_BOOTTIME, clock_gettime, sleep
 from typing import Any, NamedTuple, cast
 
+from ..allocator.pools import living
 from ..allocator.reading import AllocatorReading, DriverMemory
 from ..allocator.settings import ENVIRONMENT, AllocatorSettings
 from ..allocator.snapshot import Limits, PoolId, never_released
@@ -64,9 +65,14 @@ def dump(file: str | os.PathLike[str], *, seconds: float = 0.0) -> None:
     """
     whole = told(seconds)
     partial = f"{os.fspath(file)}.{os.getpid()}.partial"
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
-        pickle.dump(whole, opened, protocol=4)
-    os.replace(partial, file)
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
+            pickle.dump(whole, opened, protocol=4)
+        os.replace(partial, file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise
 
 
 def told(seconds: float = 0.0) -> dict[str, Any]:
@@ -154,6 +160,7 @@ def evidences(
                 need,
                 about.text("expandable_blocked"),
                 [entry["size"] for entry in history if entry.get("action") == "alloc"],
+                _release(about.text("torch")),
                 about.pools("graph_pools"),
             )
         )
@@ -169,6 +176,11 @@ def _history(entries: object) -> list[Mapping[str, Any]]:
             if type(fields_of.get("size")) is int and type(fields_of.get("time_us")) is int:
                 found.append(fields_of)
     return found
+
+
+def _release(version: str | None) -> tuple[int, int] | None:
+    found = re.match(r"(\d{1,4})\.(\d{1,4})", version or "")
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _activity(known: _Told) -> Activity | None:
@@ -253,7 +265,7 @@ def _expandable_blocked(torch: Any) -> str | None:
     """Why expandable segments cannot be used in this process."""
     if not sys.platform.startswith("linux"):
         return f"there are none on {sys.platform}"
-    if any(_alive(torch.cuda, "MemPool")) and any(_alive(torch.cuda.memory, "CUDAPluggableAllocator")):
+    if all(_lives(getattr(torch.cuda.memory, name, None)) for name in ("MemPool", "CUDAPluggableAllocator")):
         return "a memory pool with an allocator of its own does not go with them"
     return None
 
@@ -261,16 +273,11 @@ def _expandable_blocked(torch: Any) -> str | None:
 def _graph_pools(torch: Any) -> list[tuple[int, int]]:
     """Of the CUDA graphs that have been captured."""
     pools: set[tuple[int, int]] = set()
-    for graph in _alive(torch.cuda, "CUDAGraph"):
+    for graph in living(torch.cuda.CUDAGraph):
         with suppress(RuntimeError):  # it was not captured
             pools.add(tuple(graph.pool()))
     return sorted(pools)
 
 
-def _alive(module: Any, name: str) -> Iterator[Any]:
-    """Objects of a class, without a walk over all there are: see ``allocator.pools``."""
-    kind = getattr(module, name, None)
-    if kind is not None:
-        for thing in gc.get_referrers(kind, *kind.__subclasses__()):
-            if issubclass(type(thing), kind):
-                yield thing
+def _lives(kind: type | None) -> bool:
+    return kind is not None and any(True for _ in living(kind))

@@ -18,6 +18,8 @@ _MANY = 8
 """Distinct sizes that are many."""
 _PAGES = (12 * MIB,)
 """Pages smaller than the default that torch takes: they must be larger than 10 MiB."""
+_NEW_VARIABLE, _LARGE_SEGMENT = (2, 10), (2, 12)
+"""The releases that read PYTORCH_ALLOC_CONF, and that take large_segment_size_mb."""
 _DIVISIONS = (16, 8, 4, 2)
 """Roundings from the finest on; 1 wastes up to half of a block."""
 _WASTE = 0.1
@@ -92,7 +94,9 @@ def _of(evidence: Evidence, value: float) -> str:
 
 
 def _variable(evidence: Evidence) -> str:
-    return next(iter(evidence.variables), "PYTORCH_ALLOC_CONF")
+    """The one that is set, else the newest that this release reads."""
+    new = evidence.release is not None and evidence.release >= _NEW_VARIABLE
+    return next(iter(evidence.variables), "PYTORCH_ALLOC_CONF" if new else "PYTORCH_CUDA_ALLOC_CONF")
 
 
 # ---- settings that undo themselves ----
@@ -360,6 +364,8 @@ def _rounded(asked: int, divisions: int) -> int:
 
 def _large_segment(evidence: Evidence) -> Advice | None:
     settings = evidence.settings
+    if evidence.release is None or evidence.release < _LARGE_SEGMENT:  # another would refuse to start
+        return None
     if not settings.expandable_segments or settings.max_split_size is not None:
         return None
     page = evidence.page

@@ -164,6 +164,12 @@ def _device_lines(evidence: Evidence, advice: Sequence[Advice]) -> Iterator[str]
     total = "" if evidence.total is None else f" of {size(evidence.total)}"
     headroom = "" if evidence.headroom is None else f", headroom {size(evidence.headroom)}"
     yield f"cuda:{evidence.device}: {held}{total}{headroom}"
+    overhead, times = evidence.overhead, evidence.times
+    if overhead is not None and times is not None:
+        yield (
+            f"  Trips to the driver take an estimated {overhead.share:.2%} of the time: "
+            f"{overhead.calls_per_second:.3g} calls a second, by {times.origin}."
+        )
     if not advice:
         yield "  Nothing to change."
     for number, each in enumerate(advice, 1):
