@@ -132,10 +132,10 @@ median over the rounds, the quartiles are theirs. Absolute times, in the last co
   with the same attributes and records on three histograms with the same label sets, in the span's context;
   of what is recorded the duration alone is measured. Both have the real SDK and a span processor that does
   nothing.
-- **A snapshot** holds the interpreter while torch makes it; its analysis is plain Python beside it, which other
-  threads interrupt. A core's share counts, for ten seconds, a thousand requests that do nothing, one collection
-  and a snapshot, with all that the SDK does for the spans and the metrics; half of it is the SDK's own. The
-  longest wait is that of a request which comes just when a snapshot begins: 500 requests a second came.
+- **A snapshot** holds the interpreter while torch makes it; its analysis is plain Python beside it, which
+  other threads interrupt. A core's share counts, for ten seconds, a thousand requests that do nothing, one
+  collection and a snapshot, with all that the SDK does for the spans and the metrics. The longest wait is
+  that of a request which comes just when a snapshot begins: 500 requests a second came.
 
 - **A request through the guard** is one that the guard's middleware passes on while the server is ready; its
   floor is a middleware that does nothing but pass it on. The application, which sends a start and a body, is
