@@ -713,6 +713,8 @@ TAIL = """
   few microseconds that a measurement adds to a call: what is raised within a finalizer Python drops, what is raised
   within an export the SDK keeps, and now and then a request is counted as active for good.
 - **The SDK's own locks**: a reader that a fork caught in the middle of a collection never exports again in the child.
+- **The last interval of a process that a signal ends** (uvicorn's workers end so): the SDK exports at exit, and there is
+  none. Shorten the interval, or flush in the application's shutdown.
 - **Spans while no collector takes them** are kept as far as the SDK's queue goes, then dropped. Metrics are totals: the
   next export tells all of them.
 """

@@ -225,7 +225,9 @@ async def asgi(scope, receive, send):
 """
 
 
-def answers_of(argv: list[str], gpu: Any, collector: Collector, directory: Path) -> dict[int, int]:
+def answers_of(
+    argv: list[str], gpu: Any, collector: Collector, directory: Path, warm_ups: int
+) -> dict[int, int]:
     """A server under the launcher, asked until two workers have answered; who answered how often."""
     (directory / "app.py").write_text(SERVER)
     with socket.socket() as free:
@@ -249,6 +251,12 @@ def answers_of(argv: list[str], gpu: Any, collector: Collector, directory: Path)
     assert until(up, 120), (directory / "said").read_text()
     with ThreadPoolExecutor(8) as clients:
         until(lambda: counted.extend(clients.map(ask, range(16))) or len(set(counted)) == 2, 60)
+
+    def told() -> float:
+        return sum(collector.last("torch.memory.request.duration", by="service.instance.id").values())
+
+    # uvicorn's workers end by the signal itself, without a last export
+    until(lambda: told() >= len(counted) + warm_ups, 30)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     return {pid: counted.count(pid) for pid in set(counted)}
@@ -265,7 +273,7 @@ UVICORN = [sys.executable, "-m", "uvicorn", "--workers", "2", "--port", "{port}"
 @pytest.mark.needs_emulation
 def test_gunicorns_workers_tell_their_own_requests_and_none_of_the_masters(gpu, tmp_path):
     with Collector(tmp_path / "came") as collector:
-        answered = answers_of(GUNICORN, gpu, collector, tmp_path)
+        answered = answers_of(GUNICORN, gpu, collector, tmp_path, warm_ups=1)
     told = collector.last("torch.memory.request.duration", by="service.instance.id")
     assert len(answered) == 2
     assert sorted(told.values()) == sorted([1, *answered.values()])  # the master's warm-up is its own
@@ -275,7 +283,7 @@ def test_gunicorns_workers_tell_their_own_requests_and_none_of_the_masters(gpu, 
 @pytest.mark.needs_emulation
 def test_uvicorns_workers_are_measured_and_its_supervisor_tells_nothing(gpu, tmp_path):
     with Collector(tmp_path / "came") as collector:
-        answered = answers_of(UVICORN, gpu, collector, tmp_path)
+        answered = answers_of(UVICORN, gpu, collector, tmp_path, warm_ups=2)
     told = collector.last("torch.memory.request.duration")
     assert len(answered) == 2
     assert told == {pid: count + 1 for pid, count in answered.items()}  # each has imported the application
