@@ -313,6 +313,24 @@ def test_clearing_that_raises_leaves_the_server_as_it_was_and_the_gate_open():
     assert server.guard.ready()
 
 
+def test_nothing_is_moved_while_an_arrival_that_waited_too_long_is_in_flight():
+    server = Server(compact=lambda: pytest.fail("compacted"))
+    gate = server.guard.gate
+    gate.arrival_limit = 0.0
+    cleared = server.clear
+
+    def clear() -> None:  # it takes longer than the arrival waits
+        lane = gate.lane()
+        assert asyncio.run(gate.wait(lane))
+        assert gate.in_flight == 1
+        cleared()
+
+    server.guard._clear = clear
+    server.drain()
+    assert server.pass_by(6) is State.RESTART_WANTED
+    assert (gate.closed, gate.shut, gate.in_flight) == (False, False, 1)
+
+
 def test_a_server_that_is_well_again_after_clearing_is_not_compacted():
     server = Server(compact=lambda: pytest.fail("compacted"))
     server.drain()

@@ -36,6 +36,12 @@ def test_the_need_is_the_largest_recent_growth_unless_one_is_given():
     assert not Headroom(need=200 * MIB)(seen(short)).sick
 
 
+def test_devices_that_differ_have_needs_of_their_own():
+    small, large = (DeviceReadings(f"cuda:{n}", 0.0, headroom=GIB, headroom_at=0.0) for n in (0, 1))
+    assert not Headroom(need={"cuda:0": GIB})(seen(small, large)).sick
+    assert Headroom(need={"cuda:1": 2 * GIB})(seen(small, large)).reason.startswith("cuda:1: ")
+
+
 def test_once_sick_it_takes_a_margin_to_be_well_but_not_after_clearing():
     little_more = device(105 * MIB)
     policy = Headroom(need=100 * MIB)
@@ -114,7 +120,10 @@ def test_a_policy_that_returns_something_else_is_told_what_is_allowed():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Headroom(need=-1), r"need=-1 is not allowed \(bytes above 0, or None\)"),
+        (
+            lambda: Headroom(need=-1),
+            r"need=-1 is not allowed \(bytes above 0, for each device or by its name",
+        ),
         (lambda: Headroom(trapped_share=1.5), r"trapped_share=1.5 is not allowed"),
         (lambda: Slack(sick=0.3, well=0.4), r"well=0.4 is not allowed \(above 0 and up to sick=0.3\)"),
     ],

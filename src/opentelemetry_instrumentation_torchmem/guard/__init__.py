@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .health import grpc_health
-    from .middleware import MemoryGuardMiddleware
+    from .machine import State, Timing
+    from .middleware import MemoryGuardMiddleware, endpoint
     from .places import Places
     from .policy import DeviceReadings, Headroom, Policy, Readings, Slack, Verdict
     from .steps import Compact, CompactionOutcome
-    from .watch import MemoryGuard
+    from .watch import MemoryGuard, ShutError
 
 _HOMES = {
     "Compact": "steps",
@@ -27,8 +28,12 @@ _HOMES = {
     "Places": "places",
     "Policy": "policy",
     "Readings": "policy",
+    "ShutError": "watch",
     "Slack": "policy",
+    "State": "machine",
+    "Timing": "machine",
     "Verdict": "policy",
+    "endpoint": "middleware",
     "grpc_health": "health",
 }
 
@@ -42,8 +47,12 @@ __all__ = [
     "Places",
     "Policy",
     "Readings",
+    "ShutError",
     "Slack",
+    "State",
+    "Timing",
     "Verdict",
+    "endpoint",
     "grpc_health",
 ]
 

@@ -76,6 +76,10 @@ class Lane:
         return not gate.closed
 
 
+def _always() -> bool:
+    return True
+
+
 def _done(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
@@ -142,8 +146,9 @@ class Gate:
             if self.closed:
                 self.held += 1
                 self._threads.wait_for(lambda: self.refuses or not self.closed, max(0.0, until - monotonic()))
+            self._in_threads += 1  # first count, then look
             passes = not (self.closed and self.shut)
-            self._in_threads += passes
+            self._in_threads -= not passes
         try:
             yield passes
         finally:
@@ -152,18 +157,34 @@ class Gate:
 
     # the one who clears
 
-    def close(self, limit: float = 0.0, idle: Callable[[], bool] = lambda: True) -> bool:
+    def close(self, limit: float = 0.0, idle: Callable[[], bool] | None = None) -> bool:
         """Close it for arrivals, and wait up to ``limit`` seconds until nothing is in flight and ``idle``.
 
         Whether that came about; if not it is open again. On a thread of one's own.
         """
-        until = monotonic() + limit
         with self._threads:
             self.closed = True
+        if self._empties(limit, idle or _always):
+            return True
+        self.open()
+        return False
+
+    def shuts(self, limit: float = 0.0) -> bool:
+        """Once closed, shut it, and wait up to ``limit`` seconds for who had waited too long and has passed.
+
+        Whether nothing is in flight; if not it is closed as before.
+        """
+        self.shut = True
+        if self._empties(limit, _always):
+            return True
+        self.shut = False
+        return False
+
+    def _empties(self, limit: float, idle: Callable[[], bool]) -> bool:
+        until = monotonic() + limit
         pause = threading.Event()
         while self.in_flight or not idle():
             if monotonic() >= until:
-                self.open()
                 return False
             pause.wait(_LOOK)
         return True

@@ -6,7 +6,7 @@ A policy is any callable over ``Readings``; two come with the package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 _MIB = 1 << 20
@@ -97,8 +97,9 @@ class Headroom:
         'cuda:0: headroom of 100 MiB is below the need of 512 MiB'
     """
 
-    need: int | None = None
-    """Bytes; None for the largest recent growth of one measured request."""
+    need: int | Mapping[str, int] | None = None
+    """Bytes, for every device or by its name (``cuda:0``), the others then having none; None for the largest
+    recent growth of one measured request on each."""
     trapped_share: float | None = 0.25
     """Of the device's limit; None never to look at what is trapped."""
     trapped_floor: int = 1 * _GIB
@@ -109,7 +110,9 @@ class Headroom:
     """Seconds that it must last before the guard acts, unless the guard is told otherwise."""
 
     def __post_init__(self) -> None:
-        _allowed("need", self.need, self.need is None or self.need > 0, "bytes above 0, or None")
+        needs = self.need.values() if isinstance(self.need, Mapping) else (self.need,)
+        holds = all(need is None or need > 0 for need in needs)
+        _allowed("need", self.need, holds, "bytes above 0, for each device or by its name, or None")
         share = self.trapped_share
         _allowed("trapped_share", share, share is None or 0 < share <= 1, "above 0 and up to 1, or None")
         _allowed("margin", self.margin, 0 <= self.margin < 1, "from 0 to below 1")
@@ -120,9 +123,15 @@ class Headroom:
         verdicts = [self._of(device, readings) for device in readings.devices]
         return _worst(verdict for verdict in verdicts if verdict is not None)
 
+    def need_of(self, device: DeviceReadings) -> int | None:
+        """What the headroom of a device is compared with."""
+        if isinstance(self.need, Mapping):
+            return self.need.get(device.name)
+        return self.need if self.need is not None else device.need
+
     def _of(self, device: DeviceReadings, readings: Readings) -> Verdict | None:
         lenient = 1 + self.margin if readings.was_sick and not readings.cleared else 1
-        need = self.need if self.need is not None else device.need
+        need = self.need_of(device)
         short: Verdict | None = None
         if need and device.headroom is not None:
             short = Verdict(

@@ -437,7 +437,11 @@ class MemoryGuard:
 
     def _compacted(self, rooms: Rooms, before: Readings | None) -> tuple[CompactionOutcome, Readings | None]:
         began = perf_counter()
-        self.gate.shut = True  # until all is back nobody may touch it, however long that takes
+        # until all is back nobody may touch it, however long that takes
+        if not self.gate.shuts(self._timing.hold_limit):
+            refused = "an arrival that had waited for its limit is in flight"
+            self._teller.refused(refused)
+            return CompactionOutcome(refused=refused), before
         with rooms.sampler.paused():
             outcome = rooms.windows.while_none_open(lambda: rooms.captures.while_none(self._try_to_compact))
         if outcome is None:
@@ -486,7 +490,7 @@ class MemoryGuard:
             return None
         devices = _device_readings(collection, rooms, self._clock())
         if isinstance(self._policy, Headroom):
-            needs = {each.name: self._policy.need or each.need for each in devices}
+            needs = {each.name: self._policy.need_of(each) for each in devices}
             self._figures.needs = {name: need for name, need in needs.items() if need is not None}
         return Readings(devices, self._clock(), cleared=fresh, was_sick=self._machine.sick)
 
