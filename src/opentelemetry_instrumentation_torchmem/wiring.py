@@ -135,7 +135,13 @@ class Wiring:
         self._targets.install()
         track.activate(self._requests, config.span)
         self._rooms = rooms.Rooms(
-            sampler, windows, self._captures, self._growth, telemetry, settle=self._requests.drain
+            sampler,
+            windows,
+            self._captures,
+            self._growth,
+            telemetry,
+            settle=self._requests.drain,
+            excludes=config.excludes,
         )
         rooms.wire(self._rooms)
         _live.add(self)

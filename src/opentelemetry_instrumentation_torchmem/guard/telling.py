@@ -21,6 +21,7 @@ from opentelemetry.metrics import (
 from opentelemetry.trace import Span, TracerProvider, get_tracer, set_span_in_context
 
 from .. import signals
+from ..allocator import rooms
 from ..oom import OomLog
 from ..package import NAME
 from ..signals import GUARD_METRICS, Metric
@@ -179,8 +180,9 @@ def _observe(provider: MeterProvider | None, teller: Teller) -> None:
 
 def _callback(row: Metric, current: list[ref[Teller]]) -> Callable[[CallbackOptions], list[Observation]]:
     def observe(_: CallbackOptions) -> list[Observation]:
-        teller = current[0]()
-        figure = None if teller is None else row.of(teller.read())
+        teller, wired = current[0](), rooms.wired()
+        excluded = wired is not None and wired.excludes(row.name)
+        figure = None if teller is None or excluded else row.of(teller.read())
         if figure is None:
             return []
         if row.by is None or not isinstance(figure, Mapping):
