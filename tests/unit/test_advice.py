@@ -153,6 +153,8 @@ def test_a_hidden_variable_is_merged_and_what_both_say_stays_as_it_is_in_force()
         "Say it all in one variable: PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,"
         f"roundup_power2_divisions:[64:8,>:1],{ON}, and unset PYTORCH_ALLOC_CONF."
     )
+    pair = {"PYTORCH_CUDA_ALLOC_CONF": ON, "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert codes(evidence(settings=ON, variables=pair)) == []  # nothing good is lost
     same = {"PYTORCH_CUDA_ALLOC_CONF": ON, "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
     assert codes(evidence(settings=ON, variables=same)) == []
 

@@ -114,6 +114,9 @@ def _hidden_variable(evidence: Evidence) -> Advice | None:
         for option in _options(evidence.variables[name])
         if _name(option) not in {_name(each) for each in _options(in_force)}
     ]
+    whole = AllocatorSettings.parse(",".join([*_options(in_force), *lost]), first)
+    if whole.expandable_segments and whole.max_split_size is not None:  # together they do harm
+        lost = [option for option in lost if _name(option) != "max_split_size_mb"]
     if not lost:
         return None
     merged = ",".join([*_options(in_force), *lost])
