@@ -34,7 +34,7 @@ from .requests.probe import Hook, Requests
 from .requests.specs import BUILT_IN_LABELS
 from .requests.targets import Targets
 from .requests.wrapping import torch_imported
-from .signals import METRICS, REQUEST_METRICS
+from .signals import GUARD_METRICS, METRICS, REQUEST_METRICS
 from .telemetry import OwnTelemetry
 from .version import __version__
 
@@ -42,7 +42,7 @@ from .version import __version__
 _totals: dict[int, Totals] = {}
 _live: WeakSet[Wiring] = WeakSet()
 
-_METRIC_NAMES = frozenset(row.name for row in (*METRICS, *REQUEST_METRICS))
+_METRIC_NAMES = frozenset(row.name for row in (*METRICS, *REQUEST_METRICS, *GUARD_METRICS))
 
 
 def _forked() -> None:

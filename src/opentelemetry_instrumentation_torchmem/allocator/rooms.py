@@ -35,15 +35,11 @@ class Rooms:
     def alone(cls) -> Rooms:
         """Where nothing is instrumented: the same rooms, with no measured request ever in them."""
         telemetry, windows, pools, captures = OwnTelemetry(), OpenWindows(), PoolWatch(), CaptureWatch()
-        survey = Survey(
-            telemetry, windows, captures, live_pools=lambda: pools.owned() | captures.owned()
-        )
+        survey = Survey(telemetry, windows, captures, live_pools=lambda: pools.owned() | captures.owned())
         wrapt.register_post_import_hook(pools.install, "torch.cuda.memory")
         wrapt.register_post_import_hook(captures.install, "torch.cuda.graphs")
         sampler = Sampler(telemetry, pools, windows, survey=survey)
-        return cls(
-            sampler, windows, captures, Growth(), telemetry, settle=_nothing, excludes=lambda _: False
-        )
+        return cls(sampler, windows, captures, Growth(), telemetry, settle=_nothing, excludes=lambda _: False)
 
     def begin_anew(self) -> None:
         """In a forked child: no lock of the parent's, none of its requests, none of its figures."""

@@ -178,7 +178,7 @@ class Sampler:
     @contextmanager
     def paused(self) -> Generator[None]:
         """Nobody reads while the block runs: a reading would wait for the allocator's lock with the
-        interpreter in hand. A collection under way ends first. Requests read while their window is open alone,
+        interpreter in hand. A collection under way ends first. Requests read only while their window is open,
         so who enters this must then see that none is."""
         self._paused = True
         try:
