@@ -72,6 +72,8 @@ class Measured:
         """Every span that has ended, what finalizers put off included."""
         self.requests.drain()
         deadline = time.monotonic() + 20
+        with self.requests.windows.lock:
+            pass
         while self.requests.unfinished and time.monotonic() < deadline:  # another thread is at it
             time.sleep(0.001)
         return list(self.exporter.get_finished_spans())

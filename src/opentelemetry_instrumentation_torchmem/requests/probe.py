@@ -227,13 +227,12 @@ class Requests:
     def drain(self) -> None:
         """Finish what was abandoned, in a finalizer perhaps, where nothing may be recorded or locked."""
         while self.abandoned and get_ident() not in self._telling:
-            with self.windows.lock:  # whoever finds nothing here finds no window of theirs open either
+            with self.windows.lock:  # no window opens before theirs are closed
                 if not self.abandoned:
                     return
-                probe, error = self.abandoned[0]
+                probe, error = self.abandoned.popleft()
                 self.unfinished[probe] = None
                 concurrent = self.windows.close(probe) if probe.measured else 0
-                self.abandoned.popleft()
             try:
                 self.finish(probe, error, None, concurrent)
             finally:
