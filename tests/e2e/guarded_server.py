@@ -119,8 +119,7 @@ def with_routes(app: FastAPI, guard: MemoryGuard, exported: Exported, traced: Tr
                 }
                 for span in spans
             ],
-            "reserved": torch.cuda.memory_reserved(),
-            "free": torch.cuda.mem_get_info()[0],
+            "trapped": torch.cuda.memory_stats().get("inactive_split_bytes.all.current", 0),
         }
 
     if os.environ.get("GUARDED_WATCHES"):

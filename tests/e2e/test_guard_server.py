@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -207,12 +208,15 @@ def transitions(told: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.timeout(900)
 def test_twenty_times_headroom_falls_short_and_comes_back_and_no_request_is_lost(gpu):
     told = {"app": "example", "policy": "headroom", "need_mib": 700, "timing": TIMING}
-    with guarded(gpu, told) as (supervisor, balancer, load):
+    with guarded(gpu, told) as (supervisor, balancer, load), ThreadPoolExecutor(1) as one_more:
         for ask in (generate, stream):
             load.go(ask, pause=0.1)
         load.go(compute, pause=0.15, always=True)  # who has not heard yet that it is not ready
+        before = told_by(supervisor.url)["trapped"]
         for cycle in range(CYCLES):
-            load.outcomes[hold(supervisor.url, 2600)] += 1
+            holding = one_more.submit(hold, supervisor.url, 2600)
+            until(lambda: told_by(supervisor.url)["trapped"] > before + (1000 << 20), what="it is trapped")
+            load.outcomes[holding.result()] += 1
             until(lambda done=cycle + 1: transitions(told_by(supervisor.url)).get("recovered", 0) >= done)
         load.stop()
         until(lambda: balancer.seen[-1] == 200)

@@ -159,6 +159,26 @@ def test_it_needs_no_instrumentor(gpu):
 
 
 @native.body
+def some_excluded():
+    exported = Exported()
+    TorchMemInstrumentor().instrument(
+        meter_provider=exported.provider, excluded_metrics=["torch.memory.guard.h*"]
+    )
+    guard = guarded(meter_provider=exported.provider)
+    take(MIB)
+    names = sorted(name for name in exported.collect().names if "guard" in name)
+    return [names, guard.state.value]
+
+
+def test_its_metrics_can_be_excluded_like_all_others(gpu):
+    names, _ = native(gpu, some_excluded)
+    assert names == [
+        f"torch.memory.guard.{name}"
+        for name in ("duration", "in_flight", "released", "status", "transitions")
+    ]
+
+
+@native.body
 def before_cuda_is_initialised():
     import torch
 
