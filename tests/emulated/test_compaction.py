@@ -539,7 +539,7 @@ def gone():
 
     def cleared():
         clear()
-        if not taken:
+        if not taken and not model[0].untyped_storage().nbytes():
             free, _ = torch.cuda.mem_get_info()
             taken.append(free - 64 * MIB)
             control.external_malloc(0, taken[0])
@@ -572,6 +572,36 @@ def test_what_finds_no_memory_on_the_way_back_is_kept_on_the_host_until_there_is
     assert got["again"] == "busy"
     assert got["still"]
     assert (got["back"], got["same"], got["last"]) == (None, True, None)
+
+
+@in_modes(*MODES)
+def not_emptied():
+    """The cache cannot be emptied once the memory is out."""
+    import torch
+
+    model = weights(60 * MIB, 5 * MIB, 1000)
+    before = [digest(each) for each in model]
+    clear = torch.cuda.empty_cache
+
+    def refusing():
+        if not all(each.untyped_storage().nbytes() for each in model):
+            raise RuntimeError("not now")
+        clear()
+
+    torch.cuda.empty_cache = refusing
+    compact = Compaction(model)
+    outcome = compact()
+    torch.cuda.empty_cache = clear
+    back = compact.bring_back()
+    same = [digest(each) for each in model] == before
+    return {"missing": outcome.missing, "back": [back.missing, back.refused], "same": same}
+
+
+@in_each_mode
+def test_a_cache_that_cannot_be_emptied_leaves_the_memory_on_the_host_until_it_can(gpu, mode):
+    got = together[mode](gpu, not_emptied)
+    assert got["missing"] == "68,158,440 bytes are in host memory alone: RuntimeError: not now"
+    assert (got["back"], got["same"]) == ([None, None], True)
 
 
 CALLS = (

@@ -595,6 +595,7 @@ def costs(calls: dict[str, int]) -> dict[str, Any]:
 
     from opentelemetry_instrumentation_torchmem.advice import Activity, Overhead, examine, measure
     from opentelemetry_instrumentation_torchmem.allocator.source import Source
+    from opentelemetry_instrumentation_torchmem.allocator.windows import change
 
     take(1)
     for call, milliseconds in calls.items():
@@ -614,7 +615,13 @@ def costs(calls: dict[str, int]) -> dict[str, Any]:
     estimate = Overhead.of(Activity.between(before, after), times)
     assert estimate is not None
     told = examine(times=times)[0].evidence.overhead
+    opened = source.read(0)
+    keeping.append([take(64), take(100)])  # the cache is empty
+    closed = source.read(0)
+    of_request = Overhead.of(Activity.of_request(change(opened, closed), closed.at - opened.at), times)
+    assert of_request is not None
     return {
+        "request": [of_request.share, of_request.calls],
         "allocation": times.allocation,
         "free": times.free,
         "estimate": estimate.share,
@@ -633,6 +640,9 @@ def test_reallocation_overhead_is_estimated_near_the_truth_where_calls_take_long
     assert 0.8 * got["truth"] <= got["estimate"] <= 1.25 * got["truth"]
     assert got["truth"] > 0.5
     assert got["since_start"]
+    share, calls = got["request"]
+    assert calls == 2
+    assert share > 0.8  # all that it did was to wait for them
 
 
 def of_history() -> dict[str, Any]:

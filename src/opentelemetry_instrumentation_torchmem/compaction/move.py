@@ -17,6 +17,7 @@ from itertools import groupby
 from time import perf_counter
 from typing import Any
 
+from ..allocator.pools import living
 from ..allocator.rules import Rules
 from ..allocator.snapshot import Limits, analyse
 from ..allocator.source import NATIVE, Source, initialised_torch
@@ -148,6 +149,7 @@ class Compaction:
         work.devices = sorted({each.home.device for each in found})
         for device in work.devices:
             torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what keeps it from being emptied is found before anything is moved
         work.before = _headroom(work)
         allocated = sum(work.source.read(device).allocated or 0 for device in work.devices)
         work.left = allocated - sum(each.block for each in found)
@@ -172,7 +174,7 @@ class Compaction:
     def _bring_back(self, work: _Work) -> None:
         self._kept = [kept for kept in self._kept if kept.out]
         work.devices = work.devices or sorted({kept.found.home.device for kept in self._kept})
-        work.torch.cuda.empty_cache()
+        work.torch.cuda.empty_cache()  # if it fails, what the allocator hands out may be no memory
         copier = Copier(work.torch)
         for home, some in groupby(sorted(self._kept, key=_order), key=_home):
             with _at(home, work.torch):
@@ -260,17 +262,12 @@ def _refusal(error: RefusedError) -> Compacted:
 
 
 def _check_graphs(torch: Any) -> None:
-    if _graphs(torch):
+    """Refuse while CUDA graphs are alive, captured or being captured."""
+    if any(living(torch.cuda.CUDAGraph)):
         gc.collect()  # one may be garbage in a circle
-        alive = _graphs(torch)
+        alive = sum(1 for _ in living(torch.cuda.CUDAGraph))
         if alive:
             raise RefusedError("captured_graphs", f"{alive}; reset and delete them first")
-
-
-def _graphs(torch: Any) -> int:
-    """CUDA graphs alive, captured or being captured; without a walk over all objects, as in ``pools``."""
-    kinds = [torch.cuda.CUDAGraph, *torch.cuda.CUDAGraph.__subclasses__()]
-    return sum(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_referrers(*kinds))
 
 
 def _copied_out(found: Sequence[Found], torch: Any) -> list[_Kept]:

@@ -31,7 +31,7 @@ REFUSALS: Mapping[str, str] = {
     "shared_memory": "two storages share the memory, and only one would be moved",
     "no_storage": "a tensor does not tell its storage",
     "host_memory": "too little host memory to hold it meanwhile",
-    "failed": "it could not be copied to host memory",
+    "failed": "a step before anything is moved did not succeed",
 }
 """Why nothing was moved: reason -> what that means."""
 
