@@ -141,6 +141,34 @@ def test_while_something_is_missing_an_arrival_is_refused_after_its_limit_and_fo
     assert gate.in_flight == 0
 
 
+def test_an_arrival_whose_client_goes_while_it_waits_leaves_nothing_behind():
+    guard = MemoryGuard()
+    guard.start = lambda server=None: None
+    served: list[int] = []
+
+    async def app(scope, receive, send) -> None:
+        served.append(1)
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        middleware = MemoryGuardMiddleware(app, guard)
+        assert guard.gate.close()
+        waiting = [asyncio.create_task(middleware(SCOPE, nothing, nothing)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        waiting[0].cancel()
+        await asyncio.sleep(0.01)
+        assert guard.gate.in_flight == 0
+        guard.gate.open()
+        await asyncio.sleep(0.01)
+        assert (len(served), guard.gate.in_flight) == (2, 2)
+        for task in waiting[1:]:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(main())
+    assert guard.gate.in_flight == 0
+
+
 def test_closing_gives_up_at_its_limit_and_lets_all_pass_that_waited_meanwhile():
     gate = Gate()
     closed: list[bool] = []
