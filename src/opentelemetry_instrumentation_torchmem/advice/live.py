@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from time import CLOCK_BOOTTIME, clock_gettime, sleep
+from time import sleep
 from typing import Any, NamedTuple, cast
 
 from ..allocator.pools import living
@@ -255,9 +255,10 @@ def _limits(source: Source, reading: AllocatorReading) -> dict[str, int | float 
 def _age() -> float | None:
     """Seconds since this process began; None where that is not told."""
     try:
-        fields_of = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        return clock_gettime(CLOCK_BOOTTIME) - int(fields_of[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+        up = float(Path("/proc/uptime").read_text().split()[0])
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return up - began / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
         return None
 
 
