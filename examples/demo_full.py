@@ -321,6 +321,26 @@ def show(running: Running, ports: dict[str, int], seconds: float, folder: Path) 
         raise DemoError(f"it did not show {' nor '.join(what for what, was in missing.items() if not was)}")
 
 
+def ignore_signals() -> None:
+    """From here on nothing keeps the demo from ending what it has started, a second Ctrl-C least of all."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end(number: int, _: object) -> None:
+    ignore_signals()
+    sys.exit(128 + number)
+
+
+def remove(folder: Path) -> None:
+    """All of it: what was just killed may still write for a moment."""
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=float(os.environ.get("DEMO_SECONDS") or 300))
@@ -334,7 +354,7 @@ def main() -> int:
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True)) if chosen.any_ports else PORTS
 
     for number in SIGNALS:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, end)
     folder = Path(tempfile.mkdtemp(prefix="torchmem-demo-full-"))
     failure = ""
     try:
@@ -343,23 +363,18 @@ def main() -> int:
         print(f"Starting, and then {chosen.seconds:g} s under load ...", flush=True)
         with everything(folder, ports) as running:
             show(running, ports, chosen.seconds, folder)
-            for number in SIGNALS:  # from here on nothing keeps it from ending what it started
-                signal.signal(number, signal.SIG_IGN)
+            ignore_signals()
     except (CannotBuild, CannotStart, DemoError) as error:
         failure = str(error)
     finally:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         if not isinstance(sys.exc_info()[1], Exception) and not failure:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
     if failure:
-        hint = (
-            ""
-            if chosen.any_ports or " wants port " not in failure
-            else " (here: make demo-full DEMO_PORTS=any)"
-        )
+        usual = " wants port " in failure and not chosen.any_ports
+        hint = " (here: make demo-full DEMO_PORTS=any)" if usual else ""
         print(f"demo-full: {failure}{hint}", file=sys.stderr)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
     return 1 if failure else 0
 
 

@@ -54,7 +54,7 @@ class Demo:
         return self.output.read_text(errors="replace")
 
     def files_left(self) -> list[str]:
-        return [path.name for path in self.folder.iterdir() if path != self.output]
+        return [str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path != self.output]
 
 
 @pytest.fixture
