@@ -80,6 +80,7 @@ class Balancer:
     def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=url, timeout=60)
         self.seen: list[int] = []
+        """Each status, once for each time that it held; 0 where nobody answered."""
         self.failures = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -91,9 +92,13 @@ class Balancer:
                 status = self._client.get("/readyz").status_code
             except httpx.HTTPError:
                 status = 0
-            if not self.seen or self.seen[-1] != status:
+            if self.now != status:
                 self.seen.append(status)
             self.failures = 0 if status == 200 else self.failures + 1
+
+    @property
+    def now(self) -> int | None:
+        return self.seen[-1] if self.seen else None
 
     @property
     def sends(self) -> bool:
@@ -219,7 +224,7 @@ def test_twenty_times_headroom_falls_short_and_comes_back_and_no_request_is_lost
             load.outcomes[holding.result()] += 1
             until(lambda done=cycle + 1: transitions(told_by(supervisor.url)).get("recovered", 0) >= done)
         load.stop()
-        until(lambda: balancer.seen[-1] == 200)
+        until(lambda: balancer.now == 200)
         at_the_end = told_by(supervisor.url)
     print(dict(load.outcomes), balancer.seen.count(503), transitions(at_the_end))
     assert load.lost == {}
@@ -285,10 +290,10 @@ def test_what_clearing_cannot_win_is_won_by_a_fresh_worker_and_no_request_is_los
         until(ready_file.exists)
         for restart in range(restarts):
             assert httpx.post(f"{supervisor.url}/leak", params={"mib": 2600}, timeout=60).status_code == 200
-            until(lambda: balancer.seen[-1] != 200)
+            until(lambda: balancer.now != 200)
             until(lambda: not ready_file.exists() or supervisor.exits)
             until(lambda count=restart + 1: len(supervisor.exits) == count, what="it ends")
-            until(lambda: balancer.seen[-1] == 200 and balancer.sends, what="a fresh one serves")
+            until(lambda: balancer.now == 200 and balancer.sends, what="a fresh one serves")
         last = httpx.get(f"{supervisor.url}/pid").json()
         load.stop()
         fresh = told_by(supervisor.url)
@@ -307,8 +312,8 @@ def test_what_live_memory_traps_is_won_by_compaction_and_no_request_is_lost(gpu)
         for always in (True, False, False):
             load.go(compute, pause=0.05, always=always)
         assert httpx.post(f"{supervisor.url}/leak", params={"mib": 2200}, timeout=60).status_code == 200
-        until(lambda: balancer.seen[-1] == 503)
-        until(lambda: balancer.seen[-1] == 200, what="it is ready again")
+        until(lambda: balancer.now == 503)
+        until(lambda: balancer.now == 200, what="it is ready again")
         load.stop()
         told = told_by(supervisor.url)
     print(dict(load.outcomes), transitions(told), told["metrics"]["torch.memory.guard.headroom_won"])
