@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from faults.served import MIB, Exported, Served, TorchMemInstrumentor, elsewhere, take, timed, track
+from faults.served import MIB, Exported, Served, TorchMemInstrumentor, elsewhere, take, timed, track, until
 
 
 class Held:
@@ -60,7 +60,12 @@ def abandoned_streams(streams: int) -> dict:
     gc.enable()
     gc.collect()
     whole = list(stream())
-    served.collect()
+
+    def told() -> bool:  # the last of them perhaps by another thread, in this moment
+        served.collect()
+        return served.durations > streams
+
+    until(told, 10)
     spans = [span for span in served.spans if span.name == "stream"]
     return {
         "firsts": set(firsts) == {0},
