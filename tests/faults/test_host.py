@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from faults.served import MIB, Served, TorchMemInstrumentor, take, track
+from faults.served import MIB, Served, TorchMemInstrumentor, at_each_reading, take, track
 
 # ---- a full disk
 
@@ -202,17 +202,13 @@ def test_a_signal_handler_may_make_requests_in_the_middle_of_one(gpu):
 
 
 def a_handler_that_raises() -> dict:
-    import torch
-
     served = Served(snapshot_share=0)
     kept = take(30)
-    given = torch._C._accelerator_getDeviceStats
     at: list[int] = []  # the readings in whose middle the signal comes
 
-    def interrupted(index: int) -> Any:
+    def interrupted() -> None:
         if at and at.pop(0):
             signal.raise_signal(signal.SIGALRM)
-        return given(index)
 
     class Limit:
         def reached(self, *_: Any) -> None:
@@ -223,7 +219,7 @@ def a_handler_that_raises() -> dict:
         return given + 1
 
     answer(0)
-    torch._C._accelerator_getDeviceStats = interrupted
+    at_each_reading(interrupted)
     TorchMemInstrumentor().uninstrument()
     served.instrument(snapshot_share=0)
     signal.signal(signal.SIGALRM, Limit().reached)
