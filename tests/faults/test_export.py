@@ -62,12 +62,9 @@ def without_a_provider() -> dict:
 def test_without_a_provider_nothing_is_read_until_there_is_one(gpu):
     got = gpu.run(without_a_provider)
     assert got["answers"]
-    print(got["ratio"])
     assert got["reads"] == 0
     assert got["later"] == [1, 30 * MIB, 30 * MIB]
-    assert (
-        got["ratio"] < 40
-    )  # a call of nothing against one that looks for a provider: a reading would be 100
+    assert got["ratio"] < 5  # against a tracked call that nobody measures; a reading costs far more
 
 
 def a_provider_that_is_shut_down() -> dict:
@@ -221,7 +218,6 @@ def beside_a_collector(mood: str, directory: str) -> dict:
 @pytest.mark.parametrize("mood", ["down", "slow", "refusing", "garbage"])
 def test_a_collector_that_is_unwell_holds_up_no_call_and_later_gets_the_whole_sum(gpu, tmp_path, mood):
     got = gpu.run(beside_a_collector, args=[mood, str(tmp_path / "came")], memory="1GiB", timeout=180)
-    print(mood, got)
     assert got["answers"]
     assert max(got["ratios"]) < 4
     assert got["streams ended"] == 10  # though nothing collects meanwhile
