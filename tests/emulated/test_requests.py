@@ -321,12 +321,47 @@ def a_device_first_used_later() -> list:
 
 
 @pytest.mark.needs_emulation
-def test_what_was_not_in_use_before_a_request_is_not_told_of_it(gpu):
+def test_the_call_that_first_uses_a_device_tells_all_that_happened_on_it(gpu):
     spans, _ = gpu.run(a_device_first_used_later, memory="1GiB", devices=2)
-    first, second, third, _ = spans
-    assert set(first) == OF_CALLS  # nothing was reserved when it began: there is no reading before
-    assert (second["torch.device"], second["torch.memory.reserved.delta"]) == ("cuda:0", 30 * MIB)
-    assert (third["torch.device"], third["torch.memory.reserved.delta"]) == ("cuda:0", 0)
+    for span, device, before in zip(
+        spans, ("cuda:0", "cuda:0", "cuda:1", "cuda:1"), (0, 30, 0, 30), strict=True
+    ):
+        told = [span[key] for key in (
+            "torch.device", "torch.memory.exclusive", "torch.memory.reserved.before",
+            "torch.memory.reserved.delta", "torch.memory.allocated.delta", "torch.memory.device.allocations",
+            "torch.memory.peak_growth",
+        )]  # fmt: skip
+        assert told == [device, True, before * MIB, 30 * MIB, 30 * MIB, 1, 30 * MIB]
+
+
+def used_beside_and_before() -> list:
+    import torch
+
+    _, traced = instrumented()
+
+    def take(device):
+        return torch.empty(30 * MIB, dtype=torch.uint8, device=device)
+
+    with track("cold"):  # it initialises CUDA
+        kept = [take(0)]
+    with track("warm"):
+        pass
+    kept.append(take(1))  # by nobody's call, and within the second that devices are looked for once
+    with track("after"):
+        kept.append(take(1))
+    return [[told(span) for span in traced.spans], len(kept)]
+
+
+@pytest.mark.needs_emulation
+def test_a_call_that_initialises_cuda_tells_all_and_one_after_another_use_its_own_alone(gpu):
+    spans, _ = gpu.run(used_beside_and_before, memory="1GiB", devices=2)
+    figures = [
+        (span["torch.device"], span["torch.memory.reserved.before"], span["torch.memory.reserved.delta"])
+        for span in spans
+    ]
+    assert figures == [
+        ("cuda:0", 0, 30 * MIB), ("cuda:0", 30 * MIB, 0), ("cuda:1", 30 * MIB, 30 * MIB),
+    ]  # fmt: skip
 
 
 # ---- what cannot be known is absent

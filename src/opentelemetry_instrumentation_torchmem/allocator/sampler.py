@@ -78,7 +78,8 @@ class Sampler:
         self._latest: dict[int, RawReading] = {}
         self._external: dict[int, tuple[int | None, int]] = {}
         self._external_at: dict[int, float] = {}
-        self._request_devices: list[int] = []
+        self._request_devices: tuple[list[int], list[int]] = [], []
+        """Those with a context and those without, of one look: no thread may see halves of two."""
         self._looked_at = -inf
         self._sole_reader: int | None = None
         self._thread = threading.local()
@@ -92,7 +93,7 @@ class Sampler:
         """In a forked child: the parent's locks may be held, and its readings are not this process's."""
         self._reading_alone = threading.RLock()
         self._latest, self._external, self._external_at = {}, {}, {}
-        self._request_devices, self._looked_at, self._sole_reader = [], -inf, None
+        self._request_devices, self._looked_at, self._sole_reader = ([], []), -inf, None
         self._paused, self._collecting = False, set()
         self._totals.clear()
         if self._survey is not None:
@@ -107,15 +108,15 @@ class Sampler:
             self._source = Source(torch)
         return self._source
 
-    def request_readings(self) -> Readings:
-        """A reading of each used device, on the thread of a request; empty where there is nothing to read."""
+    def request_readings(self) -> Readings | None:
+        """A reading of each device that may be in use, on the thread of a request: elsewhere nothing is held, nor
+        ever was. None where that cannot be said, because nobody may read now."""
         source = self._source
         if source is None or self._paused or self._pools.suspect or source.is_forked():
             return self._careful_readings()
         at = monotonic()
-        devices = self._request_devices
-        # not at each request: an unused device costs a call too
-        if at - self._looked_at > 1.0 or not devices:
+        devices, unused = self._request_devices
+        if at - self._looked_at > 1.0 or not devices or (unused and any(map(source.has_context, unused))):
             return self._readings_of_those_used_now(source, at)
         if len(devices) > 1:
             return tuple([self._request_reading(source, index) for index in devices])
@@ -129,27 +130,30 @@ class Sampler:
         self._latest[index] = reading = index, at, statistics
         return (reading,)
 
-    def _careful_readings(self) -> Readings:
+    def _careful_readings(self) -> Readings | None:
         if self._paused:
-            return ()
+            return None
         source = self.source()
         if source is None:
             return ()
         if self._pools.suspect:
             with self._reading_alone:  # a second thread waits here, and not in the allocator
-                return self._readings_of_those_used_now(source, monotonic()) if self._is_sole_reader() else ()
+                return (
+                    self._readings_of_those_used_now(source, monotonic()) if self._is_sole_reader() else None
+                )
         return self._readings_of_those_used_now(source, monotonic())
 
     def _readings_of_those_used_now(self, source: Source, now: float) -> Readings:
-        looks = now - self._looked_at > 1.0 or not self._request_devices
-        if looks:
+        known, _ = self._request_devices
+        self._request_devices = devices, _ = source.by_context()
+        readings = tuple([self._request_reading(source, index) for index in devices])
+        if now - self._looked_at > 1.0 or len(devices) > len(known):  # what follows is not for each request
             self._thread.serves = True
-            self._request_devices = source.used_devices()
             self._looked_at = now
-        readings = tuple([self._request_reading(source, index) for index in self._request_devices])
-        if looks:
+            used = source.used_devices()
             for reading in map(AllocatorReading._make, readings):
-                self.recorder.note(reading, self._external_at_times(source, reading))
+                if reading.device in used:
+                    self.recorder.note(reading, self._external_at_times(source, reading))
         return readings
 
     def _request_reading(self, source: Source, index: int) -> RawReading:

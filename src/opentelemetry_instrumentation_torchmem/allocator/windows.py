@@ -96,6 +96,16 @@ def change(before: RawReading, after: RawReading) -> Change:
     )
 
 
+def nothing_held(later: RawReading) -> RawReading:
+    """The reading of a device before it was first used, in the shape of one after."""
+    index, at, statistics = later
+    return index, at, _zeros(statistics)
+
+
+def _zeros(statistics: Any) -> Any:
+    return {name: _zeros(figure) if isinstance(figure, dict) else 0 for name, figure in statistics.items()}
+
+
 def total(changes: Sequence[Change]) -> Change:
     """The sum over devices; a figure that one device cannot tell has no sum."""
     return changes[0] if len(changes) == 1 else Change(*map(_sum, zip(*changes, strict=True)))

@@ -285,6 +285,8 @@ class Requests:
                     if (
                         error is None
                         and calls.plain
+                        and before
+                        and after
                         and len(before) == 1 == len(after)
                         and (told := nothing_new(before[0], after[0], concurrent, probe.recording))
                     ):  # the steady state of a server, in line
@@ -310,7 +312,7 @@ class Requests:
             self.fault(calls.target, fault)
         finally:
             self._telling.discard(thread)
-            probe.before = probe.after = ()  # a context that somebody keeps holds its probe
+            probe.before = probe.after = None  # a context that somebody keeps holds its probe
             probe.context = None
             if self.closed:
                 self._wake.put(None)  # it may have been the last one
@@ -522,8 +524,8 @@ class Calls:
             requests.call_hook(hook, "request_hook", probe.span, self.target.operation, arguments, keywords)
 
 
-def _whole(readings: RawReadings) -> Readings:
-    return [AllocatorReading._make(reading) for reading in readings]
+def _whole(readings: RawReadings | None) -> Readings:
+    return [AllocatorReading._make(reading) for reading in readings or ()]
 
 
 def _is_a_signal_handlers(error: Exception) -> bool:
@@ -596,8 +598,8 @@ class Probe(Window):
         self.open = True
         self.measured = False
         """Whether it has a window, and readings; else its span is only kept current."""
-        self.before: RawReadings = ()
-        self.after: RawReadings = ()
+        self.before: RawReadings | None = None
+        self.after: RawReadings | None = None
         self.described: Mapping[str, Any] = _NOTHING
         self.began = self.ended = 0.0
         self.ended_at: int | None = None

@@ -10,7 +10,7 @@ from typing import Any
 from .. import signals
 from ..allocator.reading import RawReading
 from ..allocator.sampler import Readings
-from ..allocator.windows import Change, change, followed, total
+from ..allocator.windows import Change, change, followed, nothing_held, total
 
 # the keys of a span's attributes: each look at a row takes its time on the path of every request
 _DEVICES = signals.DEVICES.name
@@ -31,11 +31,14 @@ _TURNOVER = signals.TURNOVER.name
 _FRAGMENTATION = signals.FRAGMENTATION.name
 
 
-def changes_of(before: Readings, after: Readings) -> tuple[list[Change], Readings]:
-    """What changed on each device that was read before and after, and the later readings of those."""
-    later = {reading[0]: reading for reading in after}
-    pairs = [(reading, later[reading[0]]) for reading in before if reading[0] in later]
-    return [change(*pair) for pair in pairs], tuple([reading for _, reading in pairs])
+def changes_of(before: Readings | None, after: Readings | None) -> tuple[list[Change], Readings]:
+    """What changed on each device, and the later readings. On one that was not read before nothing was held
+    then; where nobody could read nothing is known."""
+    if before is None or after is None:
+        return [], ()
+    earlier = {reading[0]: reading for reading in before}
+    changes = [change(earlier.get(reading[0]) or nothing_held(reading), reading) for reading in after]
+    return changes, after
 
 
 def name_of(reading: RawReading) -> str:
@@ -52,21 +55,21 @@ class Stay:
     def __init__(self) -> None:
         self.open = 0
         """How many are in flight now."""
-        self.before: Readings = ()
+        self.before: Readings | None = ()
         """When the first of those began."""
-        self.after: Readings = ()
+        self.after: Readings | None = ()
         """The latest since then."""
         self.told: AbstractSet[str] = frozenset()
         self._ended: _Story | None = None
 
-    def one_began(self, before: Readings) -> None:
+    def one_began(self, before: Readings | None) -> None:
         """A call that began with these readings."""
         if not self.open:
             # of another thread the last one may have ended since: what it told is told
             self.before = self.after = self.after if _is_later(self.after, before) else before
         self.open += 1
 
-    def one_ended(self, after: Readings, concurrent: int) -> dict[str, Any]:
+    def one_ended(self, after: Readings | None, concurrent: int) -> dict[str, Any]:
         """What the span says from now on."""
         if not _is_later(self.after, after):  # one may be finished late
             self.after = after
@@ -83,8 +86,8 @@ class Stay:
         return attributes
 
 
-def _is_later(readings: Readings, others: Readings) -> bool:
-    return bool(readings and others) and readings[0][1] > others[0][1]
+def _is_later(readings: Readings | None, others: Readings | None) -> bool:
+    return readings[0][1] > others[0][1] if readings and others else False
 
 
 class _Story:
