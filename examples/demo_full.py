@@ -110,7 +110,7 @@ def everything(folder: Path, ports: dict[str, int]) -> Iterator[Running]:
                 environment={
                     "TRACES_ENDPOINT": traces.grpc,
                     "PROMETHEUS_OTLP_URL": f"http://127.0.0.1:{ports['prometheus']}/api/v1/otlp/v1/metrics",
-                    "DECISION_WAIT": "6s",
+                    "DECISION_WAIT_SECONDS": "6",
                 },
             )
         )

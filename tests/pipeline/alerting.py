@@ -183,7 +183,7 @@ def alerting(folder: Path, path: str, scale: float = 1) -> Iterator[Alerting]:
                 ["otel-collector.yaml", f"metrics-{path}.yaml"],
                 environment={
                     "PROMETHEUS_OTLP_URL": f"http://127.0.0.1:{prometheus_port}/api/v1/otlp/v1/metrics",
-                    "METRIC_EXPIRATION": at_scale(EXPIRATION, scale),
+                    "METRIC_EXPIRATION_SECONDS": f"{scale * seconds(EXPIRATION):.0f}",
                 },
             )
         )

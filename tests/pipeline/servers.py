@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -196,6 +198,7 @@ def collector(
     some of `grpc`, `http`, `scrape`, `health`, `own`; `settings` are one-off changes, by their path with `::`
     between, as the collector's `--set` takes them. Its log, queues and `logs_file` lie in `folder`.
     """
+    check_variables({**os.environ, **(environment or {})})
     doors = ("grpc", "http", "scrape", "health", "own")
     chosen = dict(zip(doors, free_ports(len(doors)), strict=True)) | dict(ports or {})
     listen = {each: f"127.0.0.1:{port}" for each, port in chosen.items()}
@@ -228,6 +231,23 @@ def collector(
         setattr(server, door, address)
     server.logs_file = folder / f"{name}-logs.jsonl"
     return server
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Raises CannotStart for a variable that the collector might take silently for something else."""
+    if wrong := checker().wrong(environment):
+        raise CannotStart("; ".join(wrong))
+
+
+@functools.cache
+def checker() -> Any:
+    """collector-config/check.py, which lies in no package."""
+    found = importlib.util.spec_from_file_location("collector_config_check", CONFIG / "check.py")
+    assert found is not None
+    assert found.loader is not None
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def check_collector_release(binary: Path) -> None:

@@ -69,8 +69,8 @@ def running(
                 environment={
                     "TRACES_ENDPOINT": traces.grpc,
                     "PROMETHEUS_OTLP_URL": f"http://127.0.0.1:{push_port}/api/v1/otlp/v1/metrics",
-                    "METRIC_EXPIRATION": f"{pace.expiration}s",
-                    "DECISION_WAIT": f"{pace.decision_wait}s",
+                    "METRIC_EXPIRATION_SECONDS": f"{pace.expiration:.0f}",
+                    "DECISION_WAIT_SECONDS": f"{pace.decision_wait:.0f}",
                 },
             )
         )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from pipeline import parts as parts_room
 from pipeline.parts import ROOT, CannotBuild, part
-from pipeline.servers import CONFIG, CannotStart, Server, alertmanager, collector, jaeger, prometheus
+from pipeline.servers import CONFIG, CannotStart, Server, alertmanager, checker, collector, jaeger, prometheus
 from pipeline.stack import example
 
 BASE, SCRAPE = "otel-collector.yaml", "metrics-scrape.yaml"
@@ -57,7 +58,12 @@ COLLECTOR_TYPOS = {
         'references processor "tail_sample" which is not',
     ),
     "a colon": (BASE, "receivers:\n", "receivers\n", "not valid YAML"),
-    "a duration": (BASE, "${env:DECISION_WAIT:-70s}", "70 seconds", "'decision_wait' time: unknown unit"),
+    "a duration": (
+        BASE,
+        "${env:DECISION_WAIT_SECONDS:-70}.s",
+        "70 seconds",
+        "'decision_wait' time: unknown unit",
+    ),
     "a number": (BASE, "${env:MEMORY_LIMIT_MIB:-512}", "lots", "'limit_mib' expected type 'uint32'"),
     "a condition": (BASE, 'ooms"] > 0', 'ooms"] >> 0', "condition has invalid syntax"),
 }
@@ -155,6 +161,84 @@ def test_a_secret_that_is_not_there_is_named_and_nobody_is_let_in_without(
     assert "/nowhere" in one_line(error.value)
     assert f"collector-config/{file}" in one_line(error.value)
     assert variable in (CONFIG / file).read_text()
+
+
+# --------------------------------------------------------------------------------- a wrong variable
+
+WHOLE = "is not a whole number above 0 without a unit, like 180"
+WRONG = {
+    "METRIC_EXPIRATION_SECONDS": (("3m", "180s", "1.5", "0", "-5", "", "abc"), WHOLE),
+    "DECISION_WAIT_SECONDS": (("70s", "1m10s", "0.5", "0", "-1", ""), WHOLE),
+    "QUEUE_BYTES": (("256MiB", "0", "", "1e9"), WHOLE),
+    "MEMORY_LIMIT_MIB": (("1GiB", "0", ""), WHOLE),
+    "MEMORY_SPIKE_MIB": (("128MiB", ""), WHOLE),
+    "KEPT_GROWTH_BYTES": (("", "256MiB"), WHOLE),
+    "KEPT_SHARE_PERCENT": (("500", "100.5", "-1", "5%", ""), "is not a number from 0 to 100, like 5"),
+    "TRACES_ENDPOINT": (("", "127.0.0.1"), "is not host:port, like 127.0.0.1:4317"),
+    "TRACES_INSECURE": (("yes", ""), "is not true or false"),
+    "OTLP_GRPC_LISTEN": (("", "4317"), "is not host:port, like 127.0.0.1:4317"),
+    "STORAGE_DIRECTORY": (("", "storage"), "is not a whole path, like /etc/otelcol/tls.crt"),
+    "PROMETHEUS_OTLP_URL": (("", "127.0.0.1:9090"), "is not a URL, like http://127.0.0.1:9090/"),
+}
+RIGHT = {
+    "METRIC_EXPIRATION_SECONDS": "90",
+    "KEPT_SHARE_PERCENT": "0",
+    "TLS_CLIENT_CA_FILE": "",
+    "SELF_PORT": "1",
+}
+CHECK = [sys.executable, str(CONFIG / "check.py")]
+
+
+@pytest.mark.parametrize("variable", WRONG)
+def test_a_variable_of_the_wrong_form_is_told_before_anything_starts(tmp_path: Path, variable: str) -> None:
+    values, said = WRONG[variable]
+    for value in values:
+        with pytest.raises(CannotStart) as error:
+            collector(tmp_path, environment={variable: value})
+        line = one_line(error.value)
+        assert line.startswith(f"{variable}={value!r} in the environment {said}"), line
+
+
+def test_the_check_for_users_tells_each_wrong_variable_in_a_line_and_is_silent_about_right_ones() -> None:
+    told = {}
+    for name, environment in {
+        "wrong": {"DECISION_WAIT_SECONDS": "70s", "QUEUE_BYTES": ""},
+        "right": RIGHT,
+    }.items():
+        told[name] = subprocess.run(CHECK, env=environment, capture_output=True, text=True, check=False)
+    assert told["wrong"].returncode == 1
+    assert [line.split("=")[0] for line in told["wrong"].stderr.splitlines()] == [
+        "DECISION_WAIT_SECONDS",
+        "QUEUE_BYTES",
+    ]
+    assert (told["right"].returncode, told["right"].stderr) == (0, "")
+
+
+@pytest.mark.parametrize("variable", ["METRIC_EXPIRATION_SECONDS", "DECISION_WAIT_SECONDS"])
+def test_seconds_are_seconds_and_a_unit_or_nothing_is_refused_by_the_collector_itself(variable: str) -> None:
+    """Bare numbers would be nanoseconds; the files put the unit behind."""
+    files = [argument for each in (BASE, SCRAPE) for argument in ("--config", str(CONFIG / each))]
+    refused = {}
+    for value in ("180", "3m", "70s", "1.5", ""):
+        command = [part("otelcol"), "validate", *files]
+        environment = {**os.environ, variable: value}
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+        refused[value] = done.returncode != 0
+        key = variable.removesuffix("_SECONDS").lower()
+        assert not refused[value] or f"'{key}' time: " in done.stderr
+    assert refused == {"180": False, "3m": True, "70s": True, "1.5": True, "": True}
+
+
+def test_every_variable_of_the_files_is_checked_and_its_default_is_right() -> None:
+    defaults = [
+        each
+        for file in CONFIG.glob("*.yaml")
+        for each in re.findall(r"\$\{env:([A-Z_]+):-([^}]*)\}", file.read_text())
+    ]
+    assert {name for name, _ in defaults} == set(checker().FORMS)
+    assert [checker().wrong({name: default}) for name, default in defaults] == [[]] * len(defaults)
 
 
 # ----------------------------------------------------------------------------------- a port in use

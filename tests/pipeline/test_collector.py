@@ -123,7 +123,7 @@ def test_without_a_way_for_metrics_the_collector_does_not_start_rather_than_drop
 
 def test_metrics_expire_after_three_of_the_sdk_export_intervals() -> None:
     exporter = yaml.safe_load((CONFIG / "metrics-scrape.yaml").read_text())["exporters"]["prometheus"]
-    assert exporter["metric_expiration"] == "${env:METRIC_EXPIRATION:-3m}"
+    assert exporter["metric_expiration"] == "${env:METRIC_EXPIRATION_SECONDS:-180}.s"
 
 
 def test_each_queue_is_on_disk_in_order_and_never_gives_up() -> None:
@@ -147,10 +147,10 @@ def test_each_variable_of_the_files_is_in_the_readme_with_its_default() -> None:
     assert [each for each in variables if f"`{each}`" not in readme] == []
     for variable in (
         "OTLP_GRPC_LISTEN",
-        "DECISION_WAIT",
+        "DECISION_WAIT_SECONDS",
         "TRACES_ENDPOINT",
         "REMOTE_WRITE_URL",
-        "METRIC_EXPIRATION",
+        "METRIC_EXPIRATION_SECONDS",
     ):
         default = {**variables, "OTLP_GRPC_LISTEN": "127.0.0.1:4317"}[variable]
         assert f"`{default}`" in next(line for line in readme.splitlines() if f"| `{variable}`" in line)
@@ -247,7 +247,7 @@ def test_an_agent_hands_metrics_traces_and_logs_to_a_gateway_which_samples(
         environment = {
             "TRACES_ENDPOINT": traces.grpc,
             "PROMETHEUS_OTLP_URL": f"{receiving.url}/api/v1/otlp/v1/metrics",
-            "DECISION_WAIT": "2s",
+            "DECISION_WAIT_SECONDS": "2",
             "KEPT_SHARE_PERCENT": "0",
         }
         files = [BASE, "metrics-push.yaml", "gateway.yaml"]
@@ -282,7 +282,11 @@ def test_an_agent_hands_metrics_traces_and_logs_to_a_gateway_which_samples(
 
 def test_tail_sampling_judges_by_each_of_its_signs_and_remembers_what_it_judged(tmp_path: Path) -> None:
     with jaeger(tmp_path) as traces:
-        environment = {"TRACES_ENDPOINT": traces.grpc, "DECISION_WAIT": "2s", "KEPT_SHARE_PERCENT": "0"}
+        environment = {
+            "TRACES_ENDPOINT": traces.grpc,
+            "DECISION_WAIT_SECONDS": "2",
+            "KEPT_SHARE_PERCENT": "0",
+        }
         with collector(tmp_path, environment=environment) as otelcol:
             sender = Sender(otelcol.grpc, "sampled")
             delta = "torch__memory__reserved__delta"

@@ -291,7 +291,7 @@ def pushing(tmp_path: Path) -> Iterator[Pushed]:
         environment = {
             "TRACES_ENDPOINT": traces.grpc,
             "PROMETHEUS_OTLP_URL": f"{server.url}/api/v1/otlp/v1/metrics",
-            "DECISION_WAIT": "2s",
+            "DECISION_WAIT_SECONDS": "2",
         }
         yield Pushed(tmp_path, server, traces, environment)
 
