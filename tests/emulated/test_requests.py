@@ -334,6 +334,50 @@ def test_the_call_that_first_uses_a_device_tells_all_that_happened_on_it(gpu):
         assert told == [device, True, before * MIB, 30 * MIB, 30 * MIB, 1, 30 * MIB]
 
 
+def freed_and_refused_on_devices() -> list:
+    import torch
+
+    _, traced = instrumented()
+
+    def take(device, mib):
+        return torch.empty(mib * MIB, dtype=torch.uint8, device=device)
+
+    held = {device: take(device, 100) for device in range(3)}
+    figures = []
+
+    @track("work")
+    def request(frees, takes=None, too_much=None):
+        for device in frees:
+            del held[device]
+        if takes is not None:
+            held[takes] = take(takes, 50)
+        if too_much is not None:
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                take(too_much, 4096)
+
+    for call in ([[1]], [[0], 1], [[], 0, 2], [[]]):
+        before = statistics()
+        request(*call)
+        figures.append([before, statistics()])
+    return [[told(span) for span in traced.spans], figures]
+
+
+@pytest.mark.needs_emulation
+def test_a_device_that_was_only_freed_on_or_refused_is_in_the_sums(gpu):
+    spans, figures = gpu.run(freed_and_refused_on_devices, memory="1GiB", devices=3)
+    devices = [[1], [0, 1], [0, 2], [0, 1, 2]]
+    for span, touched, (before, after) in zip(spans, devices, figures, strict=True):
+        assert span["torch.device"] == ",".join(f"cuda:{index}" for index in touched)
+        sums = expected([before[index] for index in touched], [after[index] for index in touched])
+        assert span == span | sums
+    assert [span["torch.memory.allocated.delta"] for span in spans] == [-100 * MIB, -50 * MIB, 50 * MIB, 0]
+    assert spans[1]["torch.memory.allocated.delta_by_device"] == [
+        f"cuda:0={-100 * MIB}",
+        f"cuda:1={50 * MIB}",
+    ]
+    assert [span["torch.memory.ooms"] for span in spans] == [0, 0, 1, 0]
+
+
 def used_beside_and_before() -> list:
     import torch
 

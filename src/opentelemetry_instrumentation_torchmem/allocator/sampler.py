@@ -109,7 +109,7 @@ class Sampler:
         return self._source
 
     def request_readings(self) -> Readings | None:
-        """A reading of each device that may be in use, on the thread of a request: elsewhere nothing is held, nor
+        """A reading of each device that may be in use, on a request's thread: elsewhere nothing is held, nor
         ever was. None where that cannot be said, because nobody may read now."""
         source = self._source
         if source is None or self._paused or self._pools.suspect or source.is_forked():

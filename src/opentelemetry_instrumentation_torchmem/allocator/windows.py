@@ -43,6 +43,15 @@ class Change(NamedTuple):
     """At the end of the window."""
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing happened, for sure: not that what happened is not known."""
+        happened = (
+            self.reserved_delta, self.allocated_delta, self.retries, self.ooms,
+            self.device_allocations, self.device_syncs,
+        )  # fmt: skip
+        return self.turnover == 0 and not any(happened)
+
+    @property
     def fragmentation(self) -> float | None:
         """The trapped share of what is held at the end, 0 to 1."""
         return (

@@ -168,9 +168,11 @@ def attributes_of(names: Sequence[str], changes: Sequence[Change], concurrent: i
         return {}
     several = len(changes) > 1
     if several:
-        touched = [i for i, each in enumerate(changes) if each.turnover or each.reserved_delta]
-        if touched and len(touched) < len(changes):
-            names, changes = [names[i] for i in touched], [changes[i] for i in touched]
+        told_of = [i for i, each in enumerate(changes) if not each.idle]
+        # of none that changed: those that hold something, or all of them
+        told_of = told_of or [i for i, each in enumerate(changes) if each.reserved] or [*range(len(changes))]
+        names, changes = [names[i] for i in told_of], [changes[i] for i in told_of]
+        several = len(changes) > 1
     whole = total(changes)
     exclusive = concurrent == 1
     told: dict[str, Any] = {
