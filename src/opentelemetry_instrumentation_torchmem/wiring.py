@@ -20,6 +20,7 @@ from .allocator import rooms
 from .allocator.captures import CaptureWatch
 from .allocator.dump import DumpDirectory
 from .allocator.growth import Growth
+from .allocator.peaks import PeakWatch
 from .allocator.pools import PoolWatch
 from .allocator.reading import AllocatorReading
 from .allocator.sampler import Sampler, Totals
@@ -73,6 +74,7 @@ class Wiring:
         _tell_unmatched(telemetry, "disabled_targets", config.disabled_targets, BUILT_IN_LABELS)
         windows = self._windows = OpenWindows()
         self._pools = PoolWatch()
+        self._peaks = PeakWatch()
         self._captures = CaptureWatch()
         self._growth = Growth()
         sampler = self._sampler = Sampler(
@@ -128,6 +130,7 @@ class Wiring:
         )
         self._when_imported("torch.cuda.memory", self._pools.install)
         self._when_imported("torch.cuda.graphs", self._captures.install)
+        self._when_imported("torch", self._peaks.install)
         self._when_imported("torch", torch_imported)
         if config.oom_evidence:
             oom.activate(self._ooms)
@@ -184,6 +187,7 @@ class Wiring:
         self._requests.close()
         self._registration.unplug()
         self._pools.remove()
+        self._peaks.remove()
         self._captures.remove()
 
 

@@ -466,6 +466,59 @@ def test_the_users_own_resets_leave_figures_out_and_never_make_them_wrong(gpu):
     assert got["retries"] == [0, 0, 0]
 
 
+def resets_of_the_peak_in_between() -> dict:
+    import torch
+
+    own = torch._C._cuda_resetPeakMemoryStats
+    exported, traced = instrumented()
+
+    def take(mib):
+        return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+    weights = take(100)
+
+    def high_reset_then(more):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        take(300)
+        torch.cuda.reset_peak_memory_stats()
+        if more:
+            take(more)
+
+    high = take(1)
+    for more in (200, 10, 0):
+        torch.cuda.reset_peak_memory_stats()
+        with track(f"reset, then {more} MiB"):
+            high_reset_then(more)
+    torch.cuda.reset_peak_memory_stats()
+    with track("none"):
+        take(5)
+    exported.collect()
+    TorchMemInstrumentor().uninstrument()
+    return {
+        "grown": {span.name: span.attributes.get("torch.memory.peak_growth") for span in traced.spans},
+        "recorded": [
+            attributes["torch.operation"]
+            for attributes, *_ in histogram(exported, "torch.memory.request.peak_growth")
+        ],
+        "left": torch._C._cuda_resetPeakMemoryStats is not own,
+        "alive": len(weights) + len(high),
+    }
+
+
+@pytest.mark.needs_emulation
+def test_a_peak_that_the_user_reset_is_left_out_also_where_the_new_one_is_as_high(gpu):
+    got = gpu.run(resets_of_the_peak_in_between, memory="1GiB")
+    assert got["grown"] == {
+        "reset, then 200 MiB": None,
+        "reset, then 10 MiB": None,
+        "reset, then 0 MiB": None,
+        "none": 5 * MIB,
+    }
+    assert got["recorded"] == ["none"]
+    assert got["left"] is False
+
+
 def with_a_backend(library: str | None = None) -> dict:
     import torch
 

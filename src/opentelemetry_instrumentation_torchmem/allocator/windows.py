@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from .peaks import RESETS
 from .reading import RawReading
 
 _T = TypeVar("_T")
@@ -74,7 +75,7 @@ def change(before: RawReading, after: RawReading) -> Change:
     current_b: int = allocated_b["current"]
     delta: int = allocated["current"] - current_b
     peak_growth: int | None = allocated["peak"] - allocated_b["peak"]
-    if peak_growth and (peak_growth < 0 or _peaks_were_reset(b, a)):
+    if RESETS.since(before[1]) or (peak_growth and (peak_growth < 0 or _peaks_were_reset(b, a))):
         peak_growth = None
     try:
         retries = a["num_alloc_retries"] - b["num_alloc_retries"]

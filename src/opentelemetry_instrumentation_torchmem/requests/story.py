@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from .. import signals
+from ..allocator.peaks import RESETS
 from ..allocator.reading import RawReading
 from ..allocator.sampler import Readings
 from ..allocator.windows import Change, change, followed, nothing_held, total
@@ -121,7 +122,7 @@ def nothing_new(before: RawReading, after: RawReading, concurrent: int, recordin
     """What a span says of a call on one device that left nothing new: no growth of what is reserved, no new
     peak, no retry. Nothing of any other, or where something is not known: then ``attributes_of`` says it.
     Where no span records, whether it was such a call. On the path of every request."""
-    index, _, b = before
+    index, at, b = before
     same_index, _, a = after
     try:
         reserved_b, reserved = b["reserved_bytes"]["all"]["current"], a["reserved_bytes"]["all"]["current"]
@@ -131,6 +132,8 @@ def nothing_new(before: RawReading, after: RawReading, concurrent: int, recordin
             or reserved > reserved_b
             or a["num_alloc_retries"] != b["num_alloc_retries"]
             or allocated["peak"] != allocated_b["peak"]
+            or RESETS.last >= at
+            or RESETS.under_way
         ):
             return None
         if not recording:

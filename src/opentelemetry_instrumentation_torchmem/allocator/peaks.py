@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the user last reset the allocator's peaks.
+
+The statistics tell it only as long as some peak stays below what it was: a call that resets them and then
+needs more than before would look like one that never did.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from math import inf
+from time import monotonic
+from typing import Any
+
+_CALLS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+"""All that torch's own functions for it call, which look them up each time."""
+
+
+class PeakResets:
+    """What windows ask: at each reading's end, so plain attributes."""
+
+    def __init__(self) -> None:
+        self.last = -inf
+        """By ``monotonic``, when the last one was done, on whatever device."""
+        self.under_way: set[object] = set()
+        """Not empty while one is."""
+
+    def since(self, at: float) -> bool:
+        """Whether there may have been one since then."""
+        return bool(self.under_way) or self.last >= at
+
+
+RESETS = PeakResets()
+"""Those of this process."""
+
+
+class PeakWatch:
+    """Has torch's calls that reset the peaks note the time. Owner: the instrumentor."""
+
+    def __init__(self) -> None:
+        self._restore: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+
+    def install(self, torch: Any) -> None:
+        """Watch from now on."""
+        calls = torch._C  # noqa: SLF001 - the one place that all of torch's ways go through
+        for name in _CALLS:
+            original = getattr(calls, name, None)  # a build without CUDA has none
+            if original is not None:
+                noted = _noted(original)
+                setattr(calls, name, noted)
+                self._restore.append((calls, name, original, noted))
+
+    def remove(self) -> None:
+        """Put torch's own back, unless somebody has wrapped ours since."""
+        while self._restore:
+            place, name, original, noted = self._restore.pop()
+            if getattr(place, name) is noted:
+                setattr(place, name, original)
+
+
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reset(*args: Any, **kwargs: Any) -> Any:
+        this = object()
+        RESETS.under_way.add(this)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            RESETS.last = monotonic()
+            RESETS.under_way.discard(this)
+
+    return reset
