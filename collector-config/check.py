@@ -44,7 +44,9 @@ FORMS: Mapping[str, Form] = {
     **dict.fromkeys(("PROMETHEUS_OTLP_URL", "REMOTE_WRITE_URL", "LOGS_URL"), URL),
     **dict.fromkeys(("STORAGE_DIRECTORY", "WAL_DIRECTORY", "LOGS_FILE"), FILE),
     **dict.fromkeys(("TLS_CERT_FILE", "TLS_KEY_FILE", "TOKEN_FILE"), FILE),
-    **dict.fromkeys(("TLS_CLIENT_CA_FILE", "GATEWAY_CA_FILE"), FILE_OR_NONE),
+    **dict.fromkeys(
+        ("TLS_CLIENT_CA_FILE", "GATEWAY_CA_FILE", "GATEWAY_CERT_FILE", "GATEWAY_KEY_FILE"), FILE_OR_NONE
+    ),
     **dict.fromkeys(("METRIC_EXPIRATION_SECONDS", "DECISION_WAIT_SECONDS"), COUNT),
     **dict.fromkeys(("QUEUE_BYTES", "MEMORY_LIMIT_MIB", "MEMORY_SPIKE_MIB", "KEPT_GROWTH_BYTES"), COUNT),
     "KEPT_SHARE_PERCENT": PERCENT,

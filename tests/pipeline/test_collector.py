@@ -23,6 +23,7 @@ from pipeline.sender import Sender
 from pipeline.servers import (
     CONFIG,
     CannotStart,
+    Collector,
     Prometheus,
     Server,
     collector,
@@ -38,6 +39,8 @@ SETS = (
     (BASE, "metrics-push.yaml"),
     (BASE, "metrics-remote-write.yaml"),
     (BASE, "agent.yaml"),
+    (BASE, "agent.yaml", "agent-token.yaml"),
+    (BASE, "agent.yaml", "agent-token.yaml", "bearer-token.yaml"),
     (BASE, "metrics-scrape.yaml", "logs-otlp.yaml"),
     (BASE, "metrics-scrape.yaml", "tls.yaml"),
     (BASE, "metrics-scrape.yaml", "tls.yaml", "bearer-token.yaml"),
@@ -130,7 +133,7 @@ def test_each_queue_is_on_disk_in_order_and_never_gives_up() -> None:
     queues = []
     for file, loaded in collectors():
         for name, exporter in loaded.get("exporters", {}).items():
-            if name.startswith("otlp") and file != "gateway.yaml":  # which only makes one larger
+            if name.startswith("otlp") and file not in ("gateway.yaml", "agent-token.yaml"):  # additions
                 queues.append(name)
                 queue, retry = exporter["sending_queue"], exporter["retry_on_failure"]
                 assert (queue["storage"], queue["num_consumers"]) == ("file_storage", 1), (file, name)
@@ -280,6 +283,38 @@ def test_an_agent_hands_metrics_traces_and_logs_to_a_gateway_which_samples(
             assert traces.trace(dropped) == []
 
 
+def test_an_agent_reaches_a_gateway_that_wants_tls_a_token_and_a_certificate_and_none_without_its_token(
+    tmp_path: Path, secrets: dict[str, str]
+) -> None:
+    certificate = secrets["TLS_CERT_FILE"]
+    another = tmp_path / "another-token"
+    another.write_text("of-another")
+    closed = {**secrets, "TLS_CLIENT_CA_FILE": certificate}
+    files = [BASE, "metrics-scrape.yaml", "gateway.yaml", "tls.yaml", "bearer-token.yaml"]
+    with collector(tmp_path, files, name="gateway", environment=closed) as gateway:
+        way = {
+            "GATEWAY_ENDPOINT": gateway.grpc,
+            "GATEWAY_CA_FILE": certificate,
+            "GATEWAY_CERT_FILE": certificate,
+            "GATEWAY_KEY_FILE": secrets["TLS_KEY_FILE"],
+        }
+        for name, token in (("stranger", str(another)), ("agent", secrets["TOKEN_FILE"])):
+            environment = {**way, "TOKEN_FILE": token}
+            files = [BASE, "agent.yaml", "agent-token.yaml"]
+            with collector(tmp_path, files, name=name, environment=environment) as agent:
+                sender = Sender(agent.grpc, name)
+                assert sender.send_log(f"said by the {name}")
+                if name == "stranger":
+                    until(lambda agent=agent: "Unauthenticated" in agent.log, 20, "a refusal of its token")
+                else:
+                    until(lambda: "said by the agent" in written(gateway), 20, "the log at the gateway")
+        assert "said by the stranger" not in written(gateway)
+
+
+def written(otelcol: Collector) -> str:
+    return otelcol.logs_file.read_text() if otelcol.logs_file.exists() else ""
+
+
 def test_tail_sampling_judges_by_each_of_its_signs_and_remembers_what_it_judged(tmp_path: Path) -> None:
     with jaeger(tmp_path) as traces:
         environment = {
@@ -334,7 +369,7 @@ def test_logs_go_to_a_store_by_otlp_with_their_service(tmp_path: Path) -> None:
     threading.Thread(target=store.serve_forever, daemon=True).start()
     try:
         environment = {"LOGS_URL": f"http://127.0.0.1:{port}/otlp"}
-        with collector(tmp_path, SETS[4], environment=environment) as otelcol:
+        with collector(tmp_path, SETS[6], environment=environment) as otelcol:
             sender = Sender(otelcol.grpc, "that-logs")
             assert sender.send_log("out of memory")
             path, body = until(lambda: bodies, 20, "a log in the store")[0]
