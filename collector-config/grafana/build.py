@@ -806,7 +806,7 @@ FLEET = Board(
                     (
                         Query(
                             f"avg by (torch_memory_state) ({series('usage', OF_SERVICE)} "
-                            f"/ on ({IDENTITY}) group_left () {series('limit', OF_SERVICE)})",
+                            f"/ on ({IDENTITY}, hw_id) group_left () {series('limit', OF_SERVICE)})",
                             "{{torch_memory_state}}",
                         ),
                     ),

@@ -52,7 +52,9 @@ IDENTITY = ("job", "instance")
 """Who tells: on both paths ``job`` is ``service.namespace/service.name``, ``instance`` is
 ``service.instance.id``. Add what your own scraping adds (``cluster``, say) if it has to survive."""
 PROCESS = ", ".join(IDENTITY)
-DEVICE = f"{PROCESS}, torch_device"
+DEVICE_IDENTITY = (*IDENTITY, "torch_device", "hw_id")
+"""Two processes under one ``instance`` with a GPU each both have a ``cuda:0``: their ``hw_id`` differs."""
+DEVICE = ", ".join(DEVICE_IDENTITY)
 
 PREALLOCATING = r"(vllm|sglang)\\..*"
 """Built-in targets (``code.function.name``) of engines that take nearly all memory at their start."""
@@ -273,7 +275,7 @@ ALIASES: tuple[Record, ...] = (
 )
 
 
-def figure(name: str, form: str, labels: Iterable[str] = ("job", "instance", "torch_device")) -> str:
+def figure(name: str, form: str, labels: Iterable[str] = DEVICE_IDENTITY) -> str:
     """A second figure in a summary, of the series that has the alert's own labels."""
     by = tuple(labels)
     matchers = ", ".join(f"{each}=%q" for each in by)
