@@ -163,6 +163,30 @@ def test_a_secret_that_is_not_there_is_named_and_nobody_is_let_in_without(
     assert variable in (CONFIG / file).read_text()
 
 
+# ------------------------------------------------------------------------------------- a place to write
+
+
+@pytest.mark.parametrize(
+    ("variable", "files", "where"),
+    [
+        ("STORAGE_DIRECTORY", (SCRAPE,), "storage"),
+        ("LOGS_FILE", (SCRAPE,), "logs.jsonl"),
+        ("WAL_DIRECTORY", ("metrics-remote-write.yaml",), "wal"),
+    ],
+)
+def test_a_place_that_may_not_be_written_is_named_and_the_readme_has_what_helps(
+    tmp_path: Path, variable: str, files: tuple[str, ...], where: str
+) -> None:
+    in_the_way = tmp_path / "a-file"
+    in_the_way.touch()
+    with pytest.raises(CannotStart) as error:
+        collector(tmp_path, [BASE, *files], environment={variable: str(in_the_way / where)}).start()
+    assert str(in_the_way) in one_line(error.value)
+    readme = (CONFIG / "README.md").read_text()
+    assert f" {variable}=$PWD/data/{where}" in readme
+    assert f"`{variable}`" in readme.split("## When it does not start")[1]
+
+
 # --------------------------------------------------------------------------------- a wrong variable
 
 WHOLE = "is not a whole number above 0 without a unit, like 180"
