@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,15 +34,17 @@ from pathlib import Path
 EXAMPLES = Path(__file__).resolve().parent
 sys.path.insert(0, str(EXAMPLES.parent / "tests"))
 
-from demo import has_gpu  # noqa: E402
+from demo import has_gpu, seconds  # noqa: E402
 from pipeline.parts import PARTS, ROOT, CannotBuild, part  # noqa: E402
 from pipeline.servers import (  # noqa: E402
     CannotStart,
     Collector,
     Jaeger,
     Prometheus,
+    Server,
     alertmanager,
     collector,
+    ends_with_this_process,
     free_ports,
     jaeger,
     prometheus,
@@ -82,6 +85,17 @@ class Running:
     prometheus: Prometheus
     jaeger: Jaeger
     server: Example
+    each: Sequence[Server]
+
+    def expect_all(self) -> None:
+        for one in self.each:
+            if not one.running:
+                raise DemoError(ended(one.name, one.returncode, one.log))
+
+
+def ended(name: str, code: int | None, log: str) -> str:
+    lines = [line for line in log.splitlines() if line.strip()][-8:] or ["it said nothing"]
+    return "\n  ".join((f"{name} ended with {code}; its last lines:", *lines))
 
 
 @contextlib.contextmanager
@@ -114,7 +128,7 @@ def everything(folder: Path, ports: dict[str, int]) -> Iterator[Running]:
                 },
             )
         )
-        started.enter_context(
+        alerts = started.enter_context(
             alertmanager(
                 folder,
                 port=ports["alertmanager"],
@@ -154,7 +168,7 @@ def everything(folder: Path, ports: dict[str, int]) -> Iterator[Running]:
                 environment={"OTEL_PYTHON_TORCHMEM_SNAPSHOT_SHARE": "0.03", "TMPDIR": str(folder)},
             )
         )
-        yield Running(otelcol, metrics, traces, server)
+        yield Running(otelcol, metrics, traces, server, (traces, otelcol, alerts, metrics, server))
 
 
 @contextlib.contextmanager
@@ -191,7 +205,13 @@ def listening_webhook() -> Iterator[str]:
 def load(url: str, seconds: float, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, str(EXAMPLES / "load.py"), "--seconds", str(seconds), url]
     with open(log, "wb") as output:
-        driven = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        driven = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=ends_with_this_process(),  # noqa: PLW1509 - the one other thread is a webhook's
+        )
     try:
         yield driven
     finally:
@@ -292,6 +312,24 @@ def logged(running: Running) -> list[str]:
     ]
 
 
+def wait(running: Running, seconds: float, driven: subprocess.Popen[bytes] | None = None) -> None:
+    """Until then, or until the load has ended. Raises DemoError as soon as a server is gone."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and (driven is None or driven.poll() is None):
+        running.expect_all()
+        time.sleep(0.25)
+
+
+def shown(running: Running, ports: dict[str, int], seconds: float, folder: Path) -> None:
+    """`show`; one that does not answer because it has ended is named."""
+    try:
+        show(running, ports, seconds, folder)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        time.sleep(0.5)  # connections break a moment before the process is gone
+        running.expect_all()
+        raise DemoError(f"a server gave no answer: {error}") from error
+
+
 def show(running: Running, ports: dict[str, int], seconds: float, folder: Path) -> None:
     addresses(running, ports)
     end = time.monotonic() + seconds
@@ -301,12 +339,12 @@ def show(running: Running, ports: dict[str, int], seconds: float, folder: Path) 
             if time.monotonic() > too_much_at:
                 ask_for_too_much(running.server.url)
                 too_much_at = float("inf")
-            if not running.server.running:
-                raise DemoError(f"the server has ended:\n{running.server.log[-2000:]}")
+            running.expect_all()
             print(f"  {figures(running)}", flush=True)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                driven.wait(TICK_S)
-    time.sleep(10)  # the last traces are judged, the last points exported
+            wait(running, TICK_S, driven)
+        if driven.poll() != 0:
+            raise DemoError(ended("load", driven.poll(), (folder / "load.log").read_text(errors="replace")))
+    wait(running, 10)  # the last traces are judged, the last points exported
     print(f"\nThe load: {(folder / 'load.log').read_text().strip()}\nIn Prometheus: {figures(running)}")
     way = from_metric_to_trace(running)
     print("\nFrom a metric to the request:", *way, sep="\n  ")
@@ -343,7 +381,8 @@ def remove(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=float(os.environ.get("DEMO_SECONDS") or 300))
+    default = os.environ.get("DEMO_SECONDS") or "300"
+    parser.add_argument("--seconds", type=seconds, default=default, help="[DEMO_SECONDS, 300]")
     parser.add_argument(
         "--any-ports",
         action="store_true",
@@ -355,6 +394,8 @@ def main() -> int:
 
     for number in SIGNALS:
         signal.signal(number, end)
+    first = ends_with_this_process()
+    Server.first_in_child = staticmethod(first) if first else None
     folder = Path(tempfile.mkdtemp(prefix="torchmem-demo-full-"))
     failure = ""
     try:
@@ -362,13 +403,15 @@ def main() -> int:
             part(name)  # what takes minutes is told before anything is started
         print(f"Starting, and then {chosen.seconds:g} s under load ...", flush=True)
         with everything(folder, ports) as running:
-            show(running, ports, chosen.seconds, folder)
+            shown(running, ports, chosen.seconds, folder)
             ignore_signals()
     except (CannotBuild, CannotStart, DemoError) as error:
         failure = str(error)
     finally:
         ignore_signals()
-        if not isinstance(sys.exc_info()[1], Exception) and not failure:
+        if isinstance(sys.exc_info()[1], Exception):
+            print(f"demo-full: all logs are in {folder}", file=sys.stderr)
+        elif not failure:
             remove(folder)
     if failure:
         usual = " wants port " in failure and not chosen.any_ports

@@ -13,6 +13,7 @@ test says so), and the rest runs as it is committed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import json
@@ -48,6 +49,9 @@ class CannotStart(Exception):
 
 class Server:
     """A process of its own group that has told it is ready; it ends with the `with` block, or by `stop`."""
+
+    first_in_child: Callable[[], None] | None = None
+    """Called in the child before its program; only where no other thread may hold a lock meanwhile."""
 
     def __init__(
         self,
@@ -92,6 +96,10 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     @property
+    def returncode(self) -> int | None:
+        return self._process.poll() if self._process else None
+
+    @property
     def log(self) -> str:
         return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
 
@@ -106,15 +114,19 @@ class Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         offset = self.log_file.stat().st_size if self.log_file.exists() else 0
         with open(self.log_file, "ab") as log:
-            self._process = subprocess.Popen(
-                self.argv,
-                cwd=self.folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    self.argv,
+                    cwd=self.folder,
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=self.first_in_child,
+                )
+            except OSError as error:
+                raise CannotStart(f"{self.argv[0]} does not run: {error.strerror}") from None
         try:
             self._wait_until_ready(offset)
         except BaseException:  # a Ctrl-C too must leave nothing behind
@@ -165,6 +177,20 @@ class Server:
     def reload(self) -> None:
         """SIGHUP: Prometheus and Alertmanager read their files again."""
         os.kill(self.pid, signal.SIGHUP)
+
+
+def ends_with_this_process() -> Callable[[], None] | None:
+    """What a child does first, so that it is killed when this process (or its thread that starts it) is."""
+    if sys.platform != "linux":
+        return None
+    prctl, of_parents_death, parent = ctypes.CDLL(None).prctl, 1, os.getpid()
+
+    def first() -> None:
+        prctl(of_parents_death, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it was killed before that
+            os._exit(1)
+
+    return first
 
 
 # ---------------------------------------------------------------------------------------------- the collector
@@ -253,9 +279,14 @@ def checker() -> Any:
 def check_collector_release(binary: Path) -> None:
     """Raises CannotStart for a collector that does not know these files' names of components."""
     wanted = collector_release()
-    told = subprocess.run(
-        [binary, "--version"], capture_output=True, text=True, check=False, timeout=30
-    ).stdout
+    command = [binary, "--version"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
+    except OSError as error:
+        raise CannotStart(
+            f"{binary} does not run: {error.strerror}; give a collector {wanted} or later by "
+            "TORCHMEM_OTELCOL, or unset it to have one built"
+        ) from None
     found = re.search(r"(\d+)\.(\d+)\.(\d+)", told)
     least = tuple(map(int, wanted.split(".")))
     if found is None or tuple(map(int, found.groups())) < least:

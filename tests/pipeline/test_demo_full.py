@@ -19,6 +19,8 @@ from pipeline.parts import ROOT
 from pipeline.servers import until
 
 MARK = "TORCHMEM_DEMO_FULL_TEST"
+CHILD_NAMES = {"serve.py": "server", "load.py": "load"}
+"""As the demo calls them."""
 
 
 class Demo:
@@ -48,6 +50,13 @@ class Demo:
             except psutil.Error:
                 continue
         return found
+
+    def child(self, name: str) -> psutil.Process | None:
+        """The one whose program or script is so called."""
+        for process in self.alive():
+            if any(Path(part).name == name for part in process.cmdline()):
+                return process
+        return None
 
     @property
     def text(self) -> str:
@@ -99,6 +108,70 @@ def test_a_signal_ends_the_demo_and_all_that_it_started(
     assert len(run.alive()) > 2
     run.process.send_signal(number)
     assert run.process.wait(60) == 128 + number, run.text
+    assert run.alive() == []
+    assert run.files_left() == []
+
+
+@pytest.mark.parametrize("name", ["otelcol", "jaeger", "prometheus", "alertmanager", "serve.py", "load.py"])
+def test_the_death_of_any_child_ends_the_demo_by_name_and_leaves_nothing(
+    started: list[Demo], tmp_path: Path, name: str
+) -> None:
+    run = Demo(tmp_path, DEMO_SECONDS="120", DEMO_PORTS="any")
+    started.append(run)
+    until(lambda: "  reserved " in run.text or run.process.poll() is not None, 180, "figures")
+    child = until(lambda: run.child(name), 30, name)
+    child.kill()
+    assert run.process.wait(60) == 1, run.text
+    said = run.text[run.text.index("demo-full: ") :].splitlines()
+    assert said[0] == f"demo-full: {CHILD_NAMES.get(name, name)} ended with -9; its last lines:"
+    assert len(said) > 1
+    assert "Traceback" not in run.text
+    assert run.alive() == []
+    assert run.files_left() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a child of its parent's death on Linux")
+def test_a_demo_that_is_killed_takes_with_it_what_it_started(started: list[Demo], tmp_path: Path) -> None:
+    run = Demo(tmp_path, DEMO_SECONDS="120", DEMO_PORTS="any")
+    started.append(run)
+    until(lambda: "  reserved " in run.text or run.process.poll() is not None, 180, "figures")
+    assert len(run.alive()) >= 7
+    run.process.kill()
+    run.process.wait(10)
+    until(lambda: run.alive() == [], 10, "all have ended")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("DEMO_SECONDS", "abc", "'abc' from it or DEMO_SECONDS: a number of seconds above 0"),
+        ("DEMO_SECONDS", "0", "'0' from it or DEMO_SECONDS: a number of seconds above 0"),
+        (
+            "KEPT_SHARE_PERCENT",
+            "500",
+            "KEPT_SHARE_PERCENT='500' in the environment is not a number from 0 to 100",
+        ),
+        (
+            "TORCHMEM_OTELCOL",
+            "no-program",
+            "no-program does not run: Exec format error; give a collector 0.165",
+        ),
+        ("TORCHMEM_JAEGER", "no-program", "no-program does not run: Exec format error"),
+    ],
+)
+def test_a_wrong_setting_is_told_in_a_line_and_nothing_is_left(
+    started: list[Demo], tmp_path_factory: pytest.TempPathFactory, variable: str, value: str, said: str
+) -> None:
+    if value == "no-program":
+        file = tmp_path_factory.mktemp("programs") / value
+        file.write_bytes(b"\0 no program")
+        file.chmod(0o755)
+        value = str(file)
+    run = Demo(tmp_path_factory.mktemp("demo"), **{"DEMO_SECONDS": "5", "DEMO_PORTS": "any", variable: value})
+    started.append(run)
+    assert run.process.wait(60) in (1, 2), run.text
+    assert said in run.text.splitlines()[-1]
+    assert "Traceback" not in run.text
     assert run.alive() == []
     assert run.files_left() == []
 
