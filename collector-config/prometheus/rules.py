@@ -143,12 +143,26 @@ def _either(row: Metric | RequestMetric, part: str, aggregation: str, labels: tu
     return f"{aggregation} by ({', '.join((*IDENTITY, *labels))}) ({names})"
 
 
-def climbed(counter: str) -> str:
-    """How far a counter rose in the last 10 minutes; all of it where it is younger than that.
+def climbed(counter: str, about: str) -> tuple[Record, Record]:
+    """How far a counter rose in the last 10 minutes, or since it was last seen where that is longer ago.
 
-    A process that ran out of memory before its first export is born with 1, of which `increase` says nothing.
+    Against what it was, not by `increase`: of a process that ran out of memory before its first export, born
+    with 1, that says nothing, nor of what happened in a hole. Two looks back: all samples of an hour, for
+    processes that are young, and of a day one in ten minutes, which a fleet can pay for.
     """
-    return f"({counter} unless last_over_time({counter}[<1h>] offset <10m>))\nor increase({counter}[<10m>])"
+    before = f"{counter}:before10m"
+    looks = (
+        f"last_over_time({counter}[<1h>] offset <10m>)\n"
+        f"or last_over_time({counter}[<24h>:<10m>] offset <10m>)"
+    )
+    rose = (
+        f"({counter} - {before} > 0)\nor ({counter} < {before})\n"
+        f"or ({counter} unless {before})\nor increase({counter}[<10m>])"
+    )
+    return (
+        Record(before, f"({looks})\nand {counter}", "What it was 10 minutes ago, or when it was last seen."),
+        Record(f"{counter}:increase10m", rose, about),
+    )
 
 
 def hour_by_hour(series: str, comparison: str) -> str:
@@ -193,11 +207,9 @@ WINDOWS: tuple[Record, ...] = (
     Record("torchmem:external:bytes",
            'sum without (torch_memory_state) (torchmem:usage{torch_memory_state="external"})',
            "Held on the device by others."),
-    Record("torchmem:allocation_retries:increase10m", climbed("torchmem:allocation_retries"),
-           "Retries of the last 10 minutes."),
-    Record("torchmem:ooms:increase10m", climbed("torchmem:ooms"),
-           "Out of memory errors of the last 10 minutes."),
-    Record("torchmem:oom_verdicts:increase10m", climbed("torchmem:oom_verdicts"), "The same by verdict."),
+    *climbed("torchmem:allocation_retries", "Retries of the last 10 minutes."),
+    *climbed("torchmem:ooms", "Out of memory errors of the last 10 minutes."),
+    *climbed("torchmem:oom_verdicts", "The same by verdict."),
     Record("torchmem:telemetry_skipped:increase10m", "increase(torchmem:telemetry_skipped[<10m>])",
            "What the package did not do in the last 10 minutes."),
     Record(
