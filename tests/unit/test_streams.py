@@ -854,6 +854,74 @@ def test_an_exception_thrown_in_is_not_kept(measured):
         gc.enable()
 
 
+class Tensor:
+    """What is counted while it lives."""
+
+
+def living() -> int:
+    return sum(type(thing) is Tensor for thing in gc.get_objects())
+
+
+def taking(argument: Tensor, seen: list[int]):
+    del argument
+    seen.append(living())
+    for _ in range(3):
+        yield Tensor()
+        seen.append(living())  # before the next one is made
+
+
+async def taking_async(argument: Tensor, seen: list[int]):
+    del argument
+    await asyncio.sleep(0)
+    seen.append(living())
+    for _ in range(3):
+        yield Tensor()
+        await asyncio.sleep(0)
+        seen.append(living())
+
+
+async def taking_once(argument: Tensor, seen: list[int]):
+    del argument
+    await asyncio.sleep(0)
+    seen.append(living())
+
+
+@pytest.mark.parametrize("state", ["measured", "uninstrumented"])
+@pytest.mark.parametrize("function", [taking, taking_async, taking_once])
+def test_what_a_stream_is_done_with_is_freed_as_early_as_bare(measured, function, state):
+    if state == "uninstrumented":
+        measured.requests.close()
+
+    def seen_by(function: Any) -> list[int]:
+        seen: list[int] = []
+
+        async def consume() -> None:
+            running = function(Tensor(), seen)
+            if hasattr(running, "__anext__"):
+                async for item in running:
+                    del item
+            else:
+                await running
+
+        if function.__name__ == "taking":
+            for item in function(Tensor(), seen):
+                del item
+        else:
+            asyncio.run(consume())
+        return seen
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert (
+            seen_by(measured.wrap(function))
+            == seen_by(function)
+            == [0] * (1 if function is taking_once else 4)
+        )
+    finally:
+        gc.enable()
+
+
 @pytest.mark.skipif(sys.version_info < (3, 13), reason="close() returns nothing before")
 def test_close_returns_what_the_generator_does(measured):
     running = measured.wrap(returning_on_close)()

@@ -228,11 +228,15 @@ def _coroutine(function: Function, asking: _Asking) -> Function:
 
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         probe = asking.begin(args, kwargs)
-        if probe is None:
-            return await function(*args, **kwargs)
         try:
-            result = await steps(as_coroutine(function(*args, **kwargs)), probe)
+            inner = function(*args, **kwargs)
+            del args, kwargs  # they are the function's: it may want their memory back before it ends
+            if probe is None:
+                return await inner
+            result = await steps(as_coroutine(inner), probe)
         except BaseException as error:
+            if probe is None:
+                raise
             probe.fail(error)
             raise
         probe.stop(result)
@@ -249,18 +253,20 @@ def _generator(function: Callable[..., Generator[Any, Any, Any]], asking: _Askin
             return (yield from function(*args, **kwargs))
         probe = asking.begin(args, kwargs) or unmeasured
         closing = False
+        held: list[Any] = []
         try:
             inner = as_generator(function(*args, **kwargs))
+            del args, kwargs
             step, value = inner.send, None
             while True:
                 try:
-                    item = step(value)
+                    held.append(step(value))
                 finally:
                     value = None  # an exception that was thrown in must not be kept by its own traceback
                 probe.leave()
                 # not `yield from`: it would turn throw(GeneratorExit) into close(), whose result it loses
                 try:
-                    value = yield item
+                    value = yield held.pop()  # nor is an item kept while the next one is made
                     step, closing = inner.send, False
                 except BaseException as error:
                     step, value, closing = inner.throw, error, isinstance(error, GeneratorExit)
@@ -289,17 +295,19 @@ def _async_generator(function: Function, asking: _Asking) -> Function:
         guarded = guard(asking.begin(args, kwargs) or unmeasured)  # nobody closes it once its loop has closed
         probe = guarded.probe
         closing = False
+        held: list[Any] = []
         try:
             inner = as_async_generator(function(*args, **kwargs))
+            del args, kwargs
             step, value = first(inner), None
             while True:
                 try:
-                    item = await steps(step(value), probe)
+                    held.append(await steps(step(value), probe))
                 finally:
                     value = None
                 probe.leave()
                 try:
-                    value = yield item
+                    value = yield held.pop()
                     step, closing = inner.asend, False
                 except BaseException as error:
                     step, value, closing = inner.athrow, error, isinstance(error, GeneratorExit)
@@ -323,16 +331,17 @@ def _async_generator(function: Function, asking: _Asking) -> Function:
 def _steps(inner: Any, probe: Probe) -> Generator[Any, Any, Any]:
     """``await inner``, with the call's context current in each step and not in whoever drives it."""
     step, value = inner.send, None
+    held: list[Any] = []
     while True:
         try:
-            item = step(value)
+            held.append(step(value))
         except StopIteration as end:
             return end.value
         finally:
             value = None
         probe.leave()
         try:
-            value = yield item
+            value = yield held.pop()  # a future may hold what the awaiting one is done with by its next step
             step = inner.send
         except GeneratorExit:
             probe.enter()
