@@ -854,6 +854,64 @@ def test_an_exception_thrown_in_is_not_kept(measured):
         gc.enable()
 
 
+class Shared:
+    """Its plain method gives the same generator each time."""
+
+    def __init__(self, notes: list[Any]) -> None:
+        self.numbers = self._numbers(notes)
+
+    def _numbers(self, notes: list[Any]):
+        try:
+            yield from range(6)
+        finally:
+            notes.append("cleaned up")
+
+    def stream(self):
+        return self.numbers
+
+
+def used_twice(make: Callable[[list[Any]], Any], ending: str) -> list[Any]:
+    notes: list[Any] = []
+    shared = make(notes)
+    for number in shared.stream():
+        if number == 2:
+            break
+    notes.append(next(shared.stream()))
+    running = shared.stream()
+    notes.append(next(running))
+    if ending == "closed":
+        running.close()
+        notes.append(next(shared.numbers, "the end"))
+    del running
+    notes.append(list(shared.stream()))
+    return notes
+
+
+@pytest.mark.parametrize("ending", ["closed", "dropped"])
+def test_a_generator_that_others_have_too_is_theirs_when_a_call_drops_it(measured, ending):
+    class Measured(Shared):
+        stream = measured.wrap(Shared.stream)
+
+    assert used_twice(Measured, ending) == used_twice(Shared, ending)
+    assert [span.name for span in measured.spans()] == ["stream Measured"] * 4
+
+
+def test_a_generator_that_only_the_call_has_is_cleaned_up_within_it_when_dropped(measured):
+    current = []
+
+    def inner():
+        try:
+            yield 1
+        finally:
+            current.append(trace.get_current_span().get_span_context().span_id)
+
+    running = measured.wrap(lambda: inner(), "outer")()
+    next(running)
+    del running
+    (span,) = measured.spans()
+    assert current == [span.context.span_id]
+
+
 class Tensor:
     """What is counted while it lives."""
 

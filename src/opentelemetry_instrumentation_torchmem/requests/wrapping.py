@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import suppress
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import wrapt
 
@@ -154,6 +154,10 @@ def _nothing_to_undo() -> None:
     return None
 
 
+def _never() -> bool:
+    return False
+
+
 _asking: WeakKeyDictionary[Function, _Asking] = WeakKeyDictionary()
 """Every wrapper there is: an attribute would be copied by whoever wraps ours with ``functools.wraps``."""
 
@@ -245,7 +249,11 @@ def _coroutine(function: Function, asking: _Asking) -> Function:
     return wrapper
 
 
-def _generator(function: Callable[..., Generator[Any, Any, Any]], asking: _Asking) -> Function:
+def _generator(
+    function: Callable[..., Generator[Any, Any, Any]],
+    asking: _Asking,
+    dropped: Callable[[], bool] = _never,
+) -> Function:
     here, unmeasured, as_generator = _here, _UNMEASURED, _as_generator
 
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
@@ -269,7 +277,12 @@ def _generator(function: Callable[..., Generator[Any, Any, Any]], asking: _Askin
                     value = yield held.pop()  # nor is an item kept while the next one is made
                     step, closing = inner.send, False
                 except BaseException as error:
-                    step, value, closing = inner.throw, error, isinstance(error, GeneratorExit)
+                    closing = isinstance(error, GeneratorExit)
+                    if closing and dropped():
+                        probe.enter()
+                        step = inner = None  # that closes it, unless it is somebody else's as well
+                        raise
+                    step, value = inner.throw, error
                 probe.enter()
         except StopIteration as end:
             if closing:
@@ -435,8 +448,14 @@ def _returned(probe: Probe, result: object) -> Any:
         if cast("Any", result).gi_code.co_flags & inspect.CO_ITERABLE_COROUTINE:  # ours could not be awaited
             probe.stop(result)
             return result
-        make = _generator
-    elif kind is CoroutineType:
+        again = _Again(probe)
+        probe.leave()
+        followed = _generator(
+            [cast("Any", result)].pop, _Asking(again), again.dropped
+        )()  # pop: ours is one reference
+        again.stream = ref(followed)
+        return _named_as(followed, result)
+    if kind is CoroutineType:
         make = _coroutine
     elif kind is AsyncGeneratorType:
         make = _async_generator
@@ -447,8 +466,10 @@ def _returned(probe: Probe, result: object) -> Any:
         probe.stop(result)
         return result
     probe.leave()
-    inner = cast("Any", result)
-    outer = make(lambda: inner, _Asking(_Again(probe)))()
+    return _named_as(make(lambda: result, _Asking(_Again(probe)))(), result)
+
+
+def _named_as(outer: Any, inner: Any) -> Any:
     outer.__name__, outer.__qualname__ = inner.__name__, inner.__qualname__
     return outer
 
@@ -456,11 +477,18 @@ def _returned(probe: Probe, result: object) -> Any:
 class _Again(Guard):
     """A call that has begun goes on, in the first step of what it returned."""
 
-    __slots__ = ()
+    __slots__ = ("stream",)
+
+    stream: Callable[[], object]
+    """A weak reference to what follows the generator."""
 
     def __call__(self, *_: Any) -> Probe:
         self.probe.enter()
         return self.probe
+
+    def dropped(self) -> bool:
+        """Whether what follows the generator is closed because nobody has it any more."""
+        return self.stream() is None
 
 
 class _Followed(_Proxy):
