@@ -7,6 +7,8 @@ import gzip
 import re
 import subprocess
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -243,6 +245,61 @@ def test_by_remote_write_metrics_arrive_under_the_same_names_and_labels(
         until(lambda: receiving.value(f'target_info{{{labels},k8s_pod_name="pod-0"}}'), 20, "the resource")
 
 
+def test_a_clock_that_is_wrong_costs_what_the_readme_says(tmp_path: Path, receiving: Prometheus) -> None:
+    environment = {"PROMETHEUS_OTLP_URL": f"{receiving.url}/api/v1/otlp/v1/metrics"}
+    with collector(tmp_path, [BASE, "metrics-push.yaml"], environment=environment) as otelcol:
+        series = "torch_memory_turnover_bytes_total"
+
+        def send(name: str, clock_s: float) -> None:
+            sender = Sender(otelcol.grpc, name)
+            sender.meter.create_counter("torch.memory.turnover", "By").add(7)
+            assert sender.send_metrics(clock_s)
+
+        send("before", 0)  # or there would be nothing that the others are behind of
+        until(lambda: receiving.query(f'{series}{{job="before"}}'), 20, "the first")
+        clocks = {"ahead": 7200, "behind": -400, "far-behind": -7200, "two-days-behind": -172800, "right": 0}
+        for name, clock_s in clocks.items():
+            send(name, clock_s)
+        skewed = f'{series}{{job=~"{"|".join(clocks)}"}}'
+
+        def services(question: str, at: float) -> set[str]:
+            return {each["metric"]["job"] for each in receiving.query(question, time=at)}
+
+        # All in one request, which none of them spoils.
+        now = time.time()
+        stored = {"behind", "far-behind", "right"}
+        until(lambda: services(f"{skewed}[72h]", now + 1) == stored, 20, "what is stored")
+        assert "Dropping data" not in otelcol.log
+        with urllib.request.urlopen(f"http://{otelcol.own}/metrics") as page:
+            own = page.read().decode()
+    assert re.search(r"^otelcol_processor_filter_datapoints_filtered\S* 2$", own, re.MULTILINE)
+    assert services(skewed, now + 1) == {"right"}
+    assert services(skewed, now + 7200) == set()
+    assert services(skewed, now - 390) == {"behind"}
+
+
+@pytest.mark.parametrize(
+    ("way", "variable", "url"),
+    [
+        ("metrics-remote-write.yaml", "REMOTE_WRITE_URL", "/api/v1/write"),
+        ("metrics-push.yaml", "PROMETHEUS_OTLP_URL", "/api/v1/otlp/v1/metrics"),
+    ],
+)
+def test_a_prometheus_without_its_receiver_answers_404_and_the_readme_names_the_flag(
+    tmp_path: Path, way: str, variable: str, url: str
+) -> None:
+    flag = "--web.enable-remote-write-receiver" if "write" in way else "--web.enable-otlp-receiver"
+    server = prometheus(tmp_path, "prometheus-push.yaml", change={"rule_files": []})
+    server.argv = [each for each in server.argv if each != flag]
+    environment = {variable: f"{server.url}{url}"}
+    with server, collector(tmp_path, [BASE, way], environment=environment) as otelcol:
+        sender = Sender(otelcol.grpc)
+        sender.meter.create_counter("torch.memory.turnover", "By").add(7)
+        assert sender.send_metrics()
+        until(lambda: "404" in otelcol.log, 20, "what Prometheus says")
+        assert flag in (CONFIG / "README.md").read_text()
+
+
 def test_an_agent_hands_metrics_traces_and_logs_to_a_gateway_which_samples(
     tmp_path: Path, receiving: Prometheus
 ) -> None:
@@ -347,6 +404,25 @@ def test_tail_sampling_judges_by_each_of_its_signs_and_remembers_what_it_judged(
             assert {name: traces.trace(each) for name, each in dropped.items()} == {
                 name: [] for name in dropped
             }
+
+
+def test_tail_sampling_keeps_its_share_of_the_rest_no_less_and_no_more(tmp_path: Path) -> None:
+    share, count = 0.2, 400
+    with jaeger(tmp_path) as traces:
+        environment = {
+            "TRACES_ENDPOINT": traces.grpc,
+            "DECISION_WAIT_SECONDS": "2",
+            "KEPT_SHARE_PERCENT": f"{100 * share:g}",
+        }
+        with collector(tmp_path, environment=environment) as otelcol:
+            sender = Sender(otelcol.grpc, "shared")
+            assert all(sender.send_span("a") for _ in range(count))
+            marker = sender.send_span("marker", failed=True)
+            until(lambda: traces.trace(marker), 30, "the last")
+            time.sleep(2)  # what was judged with it is through the queue
+            kept = len(traces.search("shared")) - 1
+    # Six standard deviations of a fair draw: once in a billion runs it is further away.
+    assert abs(kept - share * count) < 6 * (count * share * (1 - share)) ** 0.5
 
 
 def test_logs_go_to_a_store_by_otlp_with_their_service(tmp_path: Path) -> None:
