@@ -186,6 +186,12 @@ def rising(series: str) -> str:
     )
 
 
+def shared(of: str, counters: Iterable[str]) -> str:
+    """By whom counters fell more than 3 times in 10 minutes: no process begins anew that often."""
+    fell = "\n  or ".join(f"(resets(torchmem:{counter}[<10m>]) > 3)" for counter in counters)
+    return f"max by ({of}) (\n  {fell}\n)"
+
+
 GREW, PEAKED = (
     f"sum by ({PROCESS}, le) (increase(torchmem:request_{what}_growth_bucket[<1h>]))"
     for what in ("reserved", "peak")
@@ -207,6 +213,13 @@ WINDOWS: tuple[Record, ...] = (
     Record("torchmem:external:bytes",
            'sum without (torch_memory_state) (torchmem:usage{torch_memory_state="external"})',
            "Held on the device by others."),
+    Record(
+        "torchmem:identity:falls10m",
+        f"{shared(DEVICE, ('allocations', 'allocation_retries', 'ooms'))}\n"
+        f"or {shared(PROCESS, ('request_duration_count', 'request_retries'))}",
+        "How often counters fell back in 10 minutes, where that is more than 3 times: several processes tell "
+        "under one identity, by turns, and every fall looks like a process that began anew.",
+    ),
     *climbed("torchmem:allocation_retries", "Retries of the last 10 minutes."),
     *climbed("torchmem:ooms", "Out of memory errors of the last 10 minutes."),
     *climbed("torchmem:oom_verdicts", "The same by verdict."),
@@ -315,7 +328,8 @@ ALERTS: tuple[Alert, ...] = (
     Alert(
         "TorchMemFragmented", "critical", "<5m>",
         f"(torchmem:fragmentation > 0.35 and on ({DEVICE}) torchmem:allocation_retries:increase10m > 0)\n"
-        f"unless on ({PROCESS}) torchmem:preallocating",
+        f"unless on ({PROCESS}) torchmem:preallocating\n"
+        f"unless on ({DEVICE}) torchmem:identity:falls10m",
         f"{ON}: {{{{ $value | humanizePercentage }}}} of the memory that PyTorch holds is trapped in "
         f"fragments; the allocator's retries in 10 minutes: {RETRIED}.",
     ),
@@ -355,7 +369,8 @@ ALERTS: tuple[Alert, ...] = (
         f"  / on ({PROCESS}, torch_operation)\n"
         "  avg_over_time(torchmem:request_duration:mean10m[<1h>] offset <10m>) > 1.5\n"
         ")\n"
-        f"and on ({PROCESS}) torchmem:allocation_retries:increase10m > 3",
+        f"and on ({PROCESS}) torchmem:allocation_retries:increase10m > 3\n"
+        f"unless on ({PROCESS}) torchmem:identity:falls10m",
         f"{WHO}: {{{{ $labels.torch_operation }}}} takes {{{{ $value | {FACTOR} }}}} times as long as in the "
         "hour before; the allocator's retries in 10 minutes: "
         f"{figure('torchmem:allocation_retries:increase10m', COUNT, IDENTITY)}.",
@@ -368,7 +383,8 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "TorchMemOutOfMemory", "critical", "<0s>",
-        f"(torchmem:oom_verdicts:increase10m > 0)\nor on ({DEVICE}) (torchmem:ooms:increase10m > 0)",
+        f"((torchmem:oom_verdicts:increase10m > 0)\nor on ({DEVICE}) (torchmem:ooms:increase10m > 0))\n"
+        f"unless on ({DEVICE}) torchmem:identity:falls10m",
         f"{ON}: out of memory errors in 10 minutes: {{{{ $value | {COUNT} }}}}, verdict: "
         '{{ or $labels.torch_memory_oom_verdict "none taken" }}.',
     ),
@@ -391,6 +407,15 @@ ALERTS: tuple[Alert, ...] = (
         '{{ if $labels.torch_memory_telemetry_reason }}{{ $value | printf "%.0f" }} left out in 10 minutes '
         "({{ $labels.torch_memory_telemetry_reason }}){{ else }}{{ $value | humanizeDuration }} "
         "old{{ end }}.",
+    ),
+    Alert(
+        "TorchMemSharedIdentity", "info", "<10m>",
+        f"(count by ({PROCESS}, torch_device) (torchmem:limit) > 1)\n"
+        f"or on ({PROCESS}) max by ({PROCESS}) (torchmem:identity:falls10m)",
+        f"{WHO}: several processes tell under this one service.instance.id: "
+        "{{ if $labels.torch_device }}{{ $value }} GPUs are its {{ $labels.torch_device }}{{ else }}"
+        f"its counters fell {{{{ $value | {COUNT} }}}} times in 10 minutes, and errors and retries are not "
+        "told{{ end }}. Give each process an id of its own.",
     ),
 )  # fmt: skip
 
