@@ -279,6 +279,49 @@ def test_a_stream_that_fails_says_why(measured):
     assert [event.attributes["exception.message"] for event in span.events] == ["inside"]
 
 
+def failing_at_its_end():
+    try:
+        yield 1
+    finally:
+        raise ValueError("at the end")
+
+
+async def failing_at_its_end_async():
+    try:
+        yield 1
+    finally:
+        raise ValueError("at the end")
+
+
+async def failing_when_cancelled():
+    try:
+        await asyncio.sleep(0)
+    finally:
+        raise ValueError("at the end")
+
+
+@pytest.mark.parametrize("function", [failing_at_its_end, failing_at_its_end_async, failing_when_cancelled])
+def test_a_stream_that_fails_as_it_is_closed_has_failed(measured, function):
+    running = measured.wrap(function)()
+
+    async def consume() -> None:
+        await anext(running)
+        await running.aclose()
+
+    def end() -> None:
+        if function is failing_at_its_end_async:
+            asyncio.run(consume())
+        else:
+            running.send(None)
+            running.close()
+
+    with pytest.raises(ValueError, match="at the end"):
+        end()
+    (span,) = measured.spans()
+    assert (span.status.status_code.name, span.attributes["error.type"]) == ("ERROR", "ValueError")
+    assert [event.attributes["exception.message"] for event in span.events] == ["at the end"]
+
+
 # collected inside the SDK
 
 

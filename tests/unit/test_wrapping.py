@@ -270,7 +270,25 @@ def test_an_iterator_that_fails_or_is_dropped_has_one_span(measured, kind):
 # exceptions
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), MemoryError(), KeyboardInterrupt(), SystemExit(3)])
+class Stopped(BaseException):
+    """As some packages' timeouts are."""
+
+
+class Cancelled(BaseException):
+    """As trio's is called."""
+
+
+NO_FAILURES = (GeneratorExit, asyncio.CancelledError, Cancelled)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no"), MemoryError(), KeyboardInterrupt(), SystemExit(3), Stopped("now"),
+        GeneratorExit(), asyncio.CancelledError(), Cancelled(),
+    ],
+    ids=repr,
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["plain", "coroutine", "generator", "async_generator"])
 def test_an_exception_travels_on_unchanged(measured, kind, error):
     def plain():
@@ -296,8 +314,10 @@ def test_an_exception_travels_on_unchanged(measured, kind, error):
     names = [frame.name for frame in caught.traceback]
     assert names[-1] == "plain"
     (span,) = measured.spans()
-    failed = isinstance(error, Exception)
+    failed = not isinstance(error, NO_FAILURES)
     assert span.status.status_code.name == ("ERROR" if failed else "UNSET")
+    assert span.attributes.get("error.type") == (type(error).__qualname__ if failed else None)
+    assert len(span.events) == failed
     assert span.attributes.get("error.type") == (type(error).__name__ if failed else None)
     assert len(span.events) == failed
 

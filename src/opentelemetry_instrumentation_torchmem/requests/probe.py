@@ -62,6 +62,8 @@ _NO_KEYWORDS: Mapping[str, Any] = {}
 _NOTHING: dict[str, Any] = {}
 
 _OTHER = ("other", None)
+_CANCELLED = frozenset({"CancelledError", "Cancelled", "GreenletExit"})
+"""By name: asyncio's, trio's and gevent's."""
 
 MAX_TARGETS = 200
 """Label sets of targets; what comes later counts under the operation ``other``."""
@@ -322,7 +324,7 @@ class Requests:
         calls, span, before, after = probe.calls, probe.span, probe.before, probe.after
         changes, after = changes_of(before, after)
         whole = total(changes) if changes else NOTHING_KNOWN
-        failure = error if isinstance(error, Exception) else None
+        failure = None if error is None or _is_no_failure(error) else error
         if self._grown is not None and (whole.peak_growth or (whole.reserved_delta or 0) > 0):
             self._grown(_whole(after), changes, concurrent)
         if probe.recording and span.is_recording():
@@ -343,7 +345,9 @@ class Requests:
                 if not self.closed:
                     self._record(probe, whole, concurrent == 1 if changes else None, failure)
 
-    def _record(self, probe: Probe, whole: Change, exclusive: bool | None, failure: Exception | None) -> None:
+    def _record(
+        self, probe: Probe, whole: Change, exclusive: bool | None, failure: BaseException | None
+    ) -> None:
         series, context = probe.calls.series, probe.context
         labels = series.by_exclusive[exclusive]
         timed = labels
@@ -378,7 +382,7 @@ class Requests:
             _take_back(span, earlier - attributes.keys())
             span.set_attributes({**attributes, **probe.described})
 
-    def _tell_failure(self, target: Target, span: Span, error: Exception) -> None:
+    def _tell_failure(self, target: Target, span: Span, error: BaseException) -> None:
         description = type(error).__qualname__
         try:
             span.record_exception(error)
@@ -548,6 +552,15 @@ def _take_back(span: Any, keys: Iterable[str]) -> None:
             del attributes[key]
 
 
+def _is_no_failure(error: BaseException) -> bool:
+    """Whether it says that nobody wants the result any more."""
+    if isinstance(error, Exception):
+        return False
+    return isinstance(error, GeneratorExit) or any(
+        kind.__name__ in _CANCELLED for kind in type(error).__mro__
+    )
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
     """By its name: torch's own has had several homes."""
     return any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
@@ -644,11 +657,12 @@ class Probe(Window):
         elif self._over():
             self.calls.requests.finish(self, error, None)
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """The call was given up in a finalizer, perhaps in the middle of the SDK on this very thread:
-        take no lock, record nothing, end nothing; that is left to another thread."""
+        take no lock, record nothing, end nothing; that is left to another thread. ``error`` is what came of
+        it."""
         if self._over():
-            self.calls.requests.abandon(self)
+            self.calls.requests.abandon(self, error)
 
     def _over(self) -> bool:
         """Make the caller's context current again and take the readings after; False if there is nothing

@@ -292,7 +292,7 @@ def _generator(
             return end.value
         except BaseException as error:
             if closing:
-                probe.abandon()
+                probe.abandon(error)
             else:
                 probe.fail(error)
             raise
@@ -332,7 +332,7 @@ def _async_generator(function: Function, asking: _Asking) -> Function:
                 probe.stop()
         except BaseException as error:
             if closing:
-                probe.abandon()
+                probe.abandon(error)
             else:
                 probe.fail(error)
             raise
@@ -360,8 +360,10 @@ def _steps(inner: Any, probe: Probe) -> Generator[Any, Any, Any]:
             probe.enter()
             try:
                 inner.close()
-            finally:
-                probe.abandon()  # whatever comes now comes out of a finalizer, perhaps
+            except BaseException as error:
+                probe.abandon(error)
+                raise
+            probe.abandon()  # whatever comes now comes out of a finalizer, perhaps
             raise
         except BaseException as error:
             step, value = inner.throw, error
@@ -396,7 +398,7 @@ class _Unmeasured:
     def leave(self) -> None: ...
     def stop(self, result: object = None) -> None: ...
     def fail(self, error: BaseException) -> None: ...
-    def abandon(self) -> None: ...
+    def abandon(self, error: BaseException | None = None) -> None: ...
 
 
 _UNMEASURED = cast("Probe", _Unmeasured())
