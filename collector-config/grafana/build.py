@@ -644,15 +644,16 @@ FLEET = Board(
                 ),
                 Panel(
                     "Below need",
-                    "Devices whose headroom is less than what requests have needed within the last hour.",
+                    "Processes whose headroom, of all their devices together, is less than what a request "
+                    "has needed within the last hour.",
                     "stat", "none",
                     (
                         Query(
                             how_many(
-                                f"{series('headroom', OF_SERVICE)} < on (job, instance) group_left () "
-                                f"{series('request_growth:need1h', OF_SERVICE)}"
+                                f"sum by (job, instance) ({series('headroom', OF_SERVICE)}) "
+                                f"< on (job, instance) {series('request_growth:need1h', OF_SERVICE)}"
                             ),
-                            "devices",
+                            "processes",
                         ),
                     ),
                     width=4, height=5, steps=NONE_IS_WELL, decimals=0,

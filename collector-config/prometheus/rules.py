@@ -335,7 +335,8 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "TorchMemHeadroomBelowNeed", "critical", "<5m>",
-        f"(torchmem:headroom < on ({PROCESS}) group_left () torchmem:request_growth:need1h)\n"
+        f"(\n  torchmem:headroom\n"
+        f"  and on ({PROCESS}) (sum by ({PROCESS}) (torchmem:headroom) < torchmem:request_growth:need1h)\n)\n"
         f"unless on ({PROCESS}) torchmem:preallocating",
         f"{ON}: a single request can still get {{{{ $value | {BYTES} }}}}B; within the last hour one "
         f"needed more than {figure('torchmem:request_growth:need1h', BYTES, ('job', 'instance'))}B.",
