@@ -433,6 +433,18 @@ def test_no_fault_of_ours_replaces_the_calls_own_exception(measured, fault, monk
 # passing straight through
 
 
+@pytest.mark.parametrize("function", KINDS)
+def test_a_hook_that_changes_what_it_is_given_does_not_change_the_call(measured, function):
+    def hook(span, operation, arguments, keywords):
+        keywords["limit"] = 0
+        keywords["unknown"] = True
+
+    requests = measured.make(request_hook=hook)
+    wrapped = wrap(function, Target(None, "hooked"), requests)
+    assert run(wrapped, "hello", limit=2) == run(function, "hello", limit=2)
+    assert [span.name for span in measured.spans()] == [f"hooked {function.__name__}"]
+
+
 def test_what_is_inside_a_measured_call_counts_once_unless_asked_for(measured):
     inner = measured.wrap(lambda: 1, "inner")
     asked_for = measured.wrap(lambda: 2, "asked_for", nested=True)

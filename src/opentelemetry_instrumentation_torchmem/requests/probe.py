@@ -525,6 +525,7 @@ class Calls:
             if probe.described:
                 probe.span.set_attributes(probe.described)  # the hook may want to change them
                 probe.described = _NOTHING
+            keywords = dict(keywords)  # the call keeps its own, whatever the hook does to them
             requests.call_hook(hook, "request_hook", probe.span, self.target.operation, arguments, keywords)
 
 
