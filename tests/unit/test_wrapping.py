@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from opentelemetry_instrumentation_torchmem.allocator.sampler import Sampler
-from opentelemetry_instrumentation_torchmem.requests.probe import Target
+from opentelemetry_instrumentation_torchmem.requests.probe import MAX_TARGETS, Target
 from opentelemetry_instrumentation_torchmem.requests.wrapping import wrap, wrap_attribute
 
 
@@ -443,6 +443,31 @@ def test_a_hook_that_changes_what_it_is_given_does_not_change_the_call(measured,
     wrapped = wrap(function, Target(None, "hooked"), requests)
     assert run(wrapped, "hello", limit=2) == run(function, "hello", limit=2)
     assert [span.name for span in measured.spans()] == [f"hooked {function.__name__}"]
+
+
+def test_beyond_the_cap_of_targets_spans_keep_their_names_and_each_request_is_counted(measured):
+    wrapped = [
+        wrap(plain, Target(f"app.{number}", f"operation {number}"), measured.requests)
+        for number in range(MAX_TARGETS + 3)
+    ]
+    for function in (*wrapped, wrapped[-1]):
+        function("hello")
+    last = measured.spans()[-1].attributes
+    assert (last["torch.operation"], last["code.function.name"]) == (
+        f"operation {MAX_TARGETS + 2}",
+        f"app.{MAX_TARGETS + 2}",
+    )
+    counted = {
+        point.attributes["torch.operation"]: point.count
+        for point in measured.points("torch.memory.request.duration")
+    }
+    assert len(counted) == MAX_TARGETS + 1
+    assert counted["other"] == 4
+    skipped = {
+        point.attributes["torch.memory.telemetry.reason"]: point.value
+        for point in measured.points("torch.memory.telemetry.skipped")
+    }
+    assert skipped["overflow"] == 4
 
 
 def test_what_is_inside_a_measured_call_counts_once_unless_asked_for(measured):

@@ -66,7 +66,7 @@ _CANCELLED = frozenset({"CancelledError", "Cancelled", "GreenletExit"})
 """By name: asyncio's, trio's and gevent's."""
 
 MAX_TARGETS = 200
-"""Label sets of targets; what comes later counts under the operation ``other``."""
+"""Label sets of targets; in the metrics what comes later counts under the operation ``other``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,6 @@ class Requests:
         if known is not None:
             return known
         if len(self._series) >= MAX_TARGETS:
-            self.telemetry.skip("overflow")
             series = self._series.setdefault(_OTHER, _Series(*_OTHER))
             series.is_other = True
             return series
@@ -198,7 +197,7 @@ class Requests:
         """The operation of each request in flight, when it began by ``perf_counter``, and the readings then;
         not of those nested in another."""
         return [
-            (probe.series.operation, probe.began, _whole(probe.before))
+            (probe.calls.target.operation, probe.began, _whole(probe.before))
             for probe in self._open()
             if probe.outer is None and probe.began
         ]
@@ -349,6 +348,8 @@ class Requests:
         self, probe: Probe, whole: Change, exclusive: bool | None, failure: BaseException | None
     ) -> None:
         series, context = probe.calls.series, probe.context
+        if series.is_other:
+            self.telemetry.skip("overflow")
         labels = series.by_exclusive[exclusive]
         timed = labels
         if failure is not None:
@@ -421,7 +422,7 @@ class Calls:
     """The calls of one target, as one ``Requests`` measures them: what is decided before the first one."""
 
     __slots__ = (
-        "_name", "_nested", "_open_window", "_overflows", "_start_span", "_told",
+        "_labels", "_name", "_nested", "_open_window", "_start_span", "_told",
         "close_window", "enriches", "new", "plain", "readings", "requests", "series", "target",
     )  # fmt: skip
 
@@ -429,7 +430,9 @@ class Calls:
         self.requests = requests
         self.target = target
         self.series = requests.series(target)
-        self._overflows = self.series.is_other
+        shared = self.series.is_other
+        self._labels = _labels(target.operation, target.function) if shared else self.series.labels
+        """Of its spans."""
         self.new = target.span == "new"
         self.enriches = target.span == "enrich"
         self._told = self.new or self.enriches
@@ -439,7 +442,7 @@ class Calls:
         self.readings = requests.sampler.request_readings
         self._open_window = requests.windows.open
         self.close_window = requests.windows.close
-        self.plain = not (self.enriches or self._overflows or requests.request_hook or requests.response_hook)
+        self.plain = not (self.enriches or shared or requests.request_hook or requests.response_hook)
 
     def begin(
         self, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] = _NO_KEYWORDS
@@ -467,7 +470,7 @@ class Calls:
                     name = self._name
                     if not isinstance(name, str):
                         name = name(arguments)
-                    span = self._start_span(name, context, attributes=self.series.labels)
+                    span = self._start_span(name, context, attributes=self._labels)
                 else:
                     span = trace.get_current_span(context)
                 recording = span.is_recording()
@@ -516,8 +519,6 @@ class Calls:
 
     def _greet(self, probe: Probe, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         requests = self.requests
-        if self._overflows:
-            requests.telemetry.skip("overflow")
         if self.enriches and probe.recording:
             requests.enriching(probe)
         hook = requests.request_hook
@@ -567,16 +568,20 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
 
 
+def _labels(operation: str, function: str | None) -> Labels:
+    labels: Labels = {signals.OPERATION.name: operation}
+    if function is not None:
+        labels[signals.FUNCTION.name] = function
+    return labels
+
+
 class _Series:
     """The labels of one target's metrics, made once."""
 
-    __slots__ = ("by_exclusive", "is_other", "labels", "operation", "zeroed")
+    __slots__ = ("by_exclusive", "is_other", "labels", "zeroed")
 
     def __init__(self, operation: str, function: str | None) -> None:
-        self.operation = operation
-        self.labels: Labels = {signals.OPERATION.name: operation}
-        if function is not None:
-            self.labels[signals.FUNCTION.name] = function
+        self.labels = _labels(operation, function)
         exclusive = signals.EXCLUSIVE.name
         self.by_exclusive: Mapping[bool | None, Labels] = {
             None: self.labels,
