@@ -300,13 +300,15 @@ ALIASES: tuple[Record, ...] = (
 )
 
 
-def figure(name: str, form: str, labels: Iterable[str] = DEVICE_IDENTITY) -> str:
-    """A second figure in a summary, of the series that has the alert's own labels."""
+def figure(name: str, form: str, labels: Iterable[str] = DEVICE_IDENTITY, *, summed: bool = False) -> str:
+    """A second figure in a summary, of the series that has the alert's own labels, or of the sum of those."""
     by = tuple(labels)
     matchers = ", ".join(f"{each}=%q" for each in by)
     values = " ".join(f"$labels.{each}" for each in by)
+    series = f"{name}{{{matchers}}}"
+    asked = f"sum({series})" if summed else series
     return (
-        f'{{{{ with query (printf "{name}{{{matchers}}}" {values}) }}}}'
+        f'{{{{ with query (printf "{asked}" {values}) }}}}'
         f"{{{{ . | first | value | {form} }}}}{{{{ else }}}}?{{{{ end }}}}"
     )
 
@@ -370,11 +372,11 @@ ALERTS: tuple[Alert, ...] = (
         f"  / on ({PROCESS}, torch_operation)\n"
         "  avg_over_time(torchmem:request_duration:mean10m[<1h>] offset <10m>) > 1.5\n"
         ")\n"
-        f"and on ({PROCESS}) torchmem:allocation_retries:increase10m > 3\n"
+        f"and on ({PROCESS}) sum by ({PROCESS}) (torchmem:allocation_retries:increase10m) > 3\n"
         f"unless on ({PROCESS}) torchmem:identity:falls10m",
         f"{WHO}: {{{{ $labels.torch_operation }}}} takes {{{{ $value | {FACTOR} }}}} times as long as in the "
         "hour before; the allocator's retries in 10 minutes: "
-        f"{figure('torchmem:allocation_retries:increase10m', COUNT, IDENTITY)}.",
+        f"{figure('torchmem:allocation_retries:increase10m', COUNT, IDENTITY, summed=True)}.",
     ),
     Alert(
         "TorchMemOutsideGrowing", "warning", "<10m>",
