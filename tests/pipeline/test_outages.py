@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an outage costs: not the server its speed, not the counters their truth, not what was queued.
 
-Outages last a few seconds here; OUTAGE_SECONDS=60 makes each a minute. The rest of the pipeline's times are
-scaled as `Pace` says.
+Outages last a few seconds here; OUTAGE_SECONDS=60 makes each a minute, as on CI. The rest of the
+pipeline's times are scaled as `Pace` says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
+import socket
 import statistics
 import threading
 import time
@@ -26,7 +28,8 @@ from pipeline.servers import Collector, Jaeger, Prometheus, collector, free_port
 from pipeline.stack import Example, Stack, example
 
 WATCHED = Path(__file__).with_name("watched_serve.py")
-OUTAGE_S = float(os.environ.get("OUTAGE_SECONDS", "6"))
+OUTAGE_S = float(os.environ.get("OUTAGE_SECONDS") or 6)
+CALM_S = min(OUTAGE_S / 2, 10)
 # A refused gRPC connection is tried again after growing pauses; beside it, an export and a scrape.
 BACK_S = 15
 KILLED, HANGS, REFUSES, AWAY = OUTAGES = (
@@ -41,6 +44,8 @@ COUNTERS = (
     "torch_memory_device_allocations_total",
     "torch_memory_request_duration_seconds_count",
 )
+IN_STATS = ("allocation.all.allocated", "allocated_bytes.all.allocated", "num_device_alloc")
+"""What the allocator says of the first three."""
 
 
 # --------------------------------------------------------------------------------- a server through all of it
@@ -110,7 +115,7 @@ def ordeal(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Ordeal:
         def rest(which: str) -> None:
             recovered(story)
             with phase(f"calm {which}"):
-                time.sleep(OUTAGE_S / 2)
+                time.sleep(CALM_S)
 
         rest("before it is killed")
         with phase(KILLED):
@@ -231,6 +236,72 @@ def test_the_hole_of_an_outage_is_as_long_as_the_outage(ordeal: Ordeal, path: st
     start, end = ordeal.phases[outage]
     kept = (path, outage) == ("pushed", AWAY)  # by the collector's queue
     assert hole(start, end) < (usual if kept else end - start + BACK_S)
+
+
+# ----------------------------------------------------------------------------------------- a slow collector
+
+
+class Door:
+    """A way to `host:port` on which each piece of bytes is held for `delay_s`, in both directions."""
+
+    def __init__(self, to: str) -> None:
+        host, port = to.split(":")
+        self._to = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.delay_s = 0.0
+        self.held = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._to)
+                for way in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=way, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with source, target, contextlib.suppress(OSError):
+            while piece := source.recv(65536):
+                self.held += self.delay_s > 0
+                time.sleep(self.delay_s)
+                target.sendall(piece)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_before_a_slow_collector_the_server_is_as_fast_and_its_counters_are_right(
+    stack: Stack, tmp_path: Path
+) -> None:
+    service, door = "before-a-slow-collector", Door(stack.otelcol.grpc)
+    phases: list[tuple[float, float]] = []
+    with (
+        contextlib.closing(door),
+        example(tmp_path, door.address, service=service, program=WATCHED, export=stack.pace.export) as server,
+    ):
+        driver = Driver(server.url)
+        driver.start()
+        time.sleep(3)  # the first requests warm up
+        # An answer takes longer than the pause between two exports.
+        for delay_s, lasts_s in ((0, 5), (stack.pace.export, 15), (0, 5)):
+            door.delay_s = delay_s
+            start = time.time()
+            time.sleep(lasts_s)
+            phases.append((start, time.time()))
+        driver.end()
+        time.sleep(4 * stack.pace.export)
+        stats = httpx.get(f"{server.url}/stats").json()
+        told = {
+            each.name: [each.value(f'sum({counter}{{job="{service}"}})') for counter in COUNTERS]
+            for each in stack.each_prometheus
+        }
+    before, slow, after = map(driver.median, phases)
+    assert door.held > 5
+    assert slow < 1.5 * max(before, after) + 0.005
+    right = [stats[key] for key in IN_STATS] + [len(driver.asked)]
+    assert told == {each.name: right for each in stack.each_prometheus}
 
 
 # -------------------------------------------------------------------------------------------- what was queued
