@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -79,6 +80,24 @@ def test_a_block_that_raises_is_an_error_and_the_error_goes_on(measuring):
     [span] = measuring.spans
     assert span.status.status_code is StatusCode.ERROR
     assert span.attributes["error.type"] == "KeyError"
+
+
+def test_a_failure_under_an_enriched_span_is_named_there_and_recorded_by_its_owner_alone(measuring):
+    @track("rerank", span="enrich")
+    def rerank():
+        raise TimeoutError("too late")
+
+    for handled in (True, False):
+        with suppress(TimeoutError), measuring.tracer.start_as_current_span("server"):
+            try:
+                rerank()
+            except TimeoutError:
+                if not handled:
+                    raise
+    passed_over, failed = measuring.spans()
+    assert passed_over.attributes["error.type"] == failed.attributes["error.type"] == "TimeoutError"
+    assert (passed_over.status.status_code.name, len(passed_over.events)) == ("UNSET", 0)
+    assert (failed.status.status_code.name, len(failed.events)) == ("ERROR", 1)
 
 
 def test_a_block_enriches_the_current_span_or_makes_none(measuring):

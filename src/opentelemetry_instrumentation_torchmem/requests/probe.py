@@ -332,9 +332,9 @@ class Requests:
             else:
                 told = attributes_of([name_of(each) for each in after], changes, concurrent)
                 told.update(probe.described)
-                if failure is not None:
-                    told[signals.ERROR_TYPE.name] = type(failure).__qualname__
                 span.set_attributes(told)
+            if failure is not None:
+                span.set_attribute(signals.ERROR_TYPE.name, type(failure).__qualname__)
             if self.response_hook is not None:
                 self.call_hook(self.response_hook, "response_hook", span, calls.target.operation, result)
             if failure is not None and calls.new:
