@@ -393,8 +393,9 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "TorchMemTelemetryMissing", "warning", "<5m>",
-        "group by (job) (last_over_time(torchmem:limit[<1h>])) unless group by (job) (torchmem:limit)",
-        "{{ $labels.job }}: no process of it has told of its memory for 5 minutes; within the last hour "
+        "group by (job) (last_over_time(torchmem:fleet:instances[<24h>]))\n"
+        "unless group by (job) (torchmem:limit)",
+        "{{ $labels.job }}: no process of it has told of its memory for 5 minutes; within the last day "
         "some did.",
     ),
     Alert(
