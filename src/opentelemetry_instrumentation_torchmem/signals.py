@@ -519,17 +519,21 @@ METRICS: tuple[Metric, ...] = (
     # what a snapshot tells
     Metric("torch.memory.headroom", Kind.GAUGE, "By",
            "The largest single request on the default stream and pool that is sure to succeed, the "
-           "allocator's own flush allowed: never above the truth. What others take meanwhile is not in it.",
-           lambda d: d.map and d.map.headroom and d.map.headroom.least),
+           "allocator's own flush allowed: never above the truth. What others take meanwhile is not in it. "
+           "From the last snapshot, torch.memory.snapshot.age old, and never more than this cycle's reading "
+           "leaves: then it may be too small, and is too large only if pieces that were free have been used "
+           "and as much has become free elsewhere.",
+           lambda d: d.headroom),
     Metric("torch.memory.free_block.largest", Kind.GAUGE, "By",
-           "The largest request on the default stream and pool that is served without asking the driver.",
-           lambda d: d.map and d.map.free_block_largest
-           and {kind: block.least for kind, block in d.map.free_block_largest.items()}, by=POOL),
+           "The largest request on the default stream and pool that is served without asking the driver: as "
+           "of the last snapshot, and never more than this cycle's reading shows in no use.",
+           lambda d: d.free_block_largest, by=POOL),
     Metric("torch.memory.private_pool.reserved", Kind.UP_DOWN_COUNTER, "By",
            "Bytes held by the pools of CUDA graphs and by MemPools.",
            lambda d: d.map and d.map.private_reserved),
     Metric("torch.memory.snapshot.age", Kind.GAUGE, "s",
-           "How old the snapshot is that this cycle's figures of free blocks come from.",
+           "How old the last snapshot is. This cycle's figures of free blocks come from it; after 300 s they "
+           "are absent, and this is told on.",
            lambda d: d.map_age),
     # what happened
     Metric("torch.memory.allocation.retries", Kind.COUNTER, "{retry}",

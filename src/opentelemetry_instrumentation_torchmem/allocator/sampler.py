@@ -222,7 +222,9 @@ class Sampler:
             serving = getattr(self._thread, "serves", False)
             of = self._survey.of
             surveyed = (
-                self._attempt("the snapshot", of, source, settings, used, may_read, serving, fresh)
+                self._attempt(
+                    "the snapshot", of, source, settings, used, may_read, serving, fresh, self.latest
+                )
                 or surveyed
             )
         for index in used:

@@ -136,6 +136,9 @@ class DeviceMap:
     """
     absent: Mapping[str, str]
     """Figure -> why it is absent, or less than it might be."""
+    limits: Limits = Limits()
+    """What it was reckoned with."""
+    rules: Rules | None = None
 
     @property
     def free(self) -> int:
@@ -172,6 +175,49 @@ class DeviceMap:
             reading.allocated,
             reading.pending_free,
         )
+
+    def headroom_at(self, reading: AllocatorReading, total: int, free: int) -> int | None:
+        """Headroom as far as this map bears it out in a later state: with so much free on the device now, and
+        where what is not trapped is to be had.
+
+        The smaller of two figures that differ: neither more than was found, nor more than is left. Blocks
+        that are pending now may be so for long, and are not counted on. None where it was not found, or the
+        reading does not say what is held.
+        """
+        held, rules = reading.cached, self.rules
+        if self.headroom is None or rules is None or held is None or reading.reserved is None:
+            return None
+        trapped = reading.inactive_split
+        if trapped is None:
+            rest = _rest(self.free, self.cached)
+            trapped = held if rest is None else min(held, rest.most)
+        else:
+            trapped = min(held, trapped + self.private_idle)
+        fraction = 1.0 if self.limits.fraction is None else self.limits.fraction
+        allowed = int(fraction * total) - reading.reserved
+        given_back = held - trapped
+        asked = allowed if rules.refuses_early else allowed + given_back
+        new = free + given_back
+        if rules.expandable:
+            page = rules.page(LARGE)
+            new = new if new < page else new // page * page
+        served = self.free_blocks_at(reading) or {}
+        left = max(rules.largest_asking(max(0, min(new, asked))), *served.values(), 0)
+        return min(self.headroom.least, left)
+
+    def free_blocks_at(self, reading: AllocatorReading) -> Mapping[str, int] | None:
+        """By kind: the largest request that is served without asking the driver, were the block still free
+        that this map found, as far as there is as much in no use in a later state. None as for headroom."""
+        rules, blocks = self.rules, self.free_block_largest
+        reserved, active = reading.by_pool("reserved_bytes"), reading.by_pool("active_bytes")
+        if rules is None or blocks is None or not isinstance(reserved, Mapping):
+            return None
+        if not isinstance(active, Mapping):
+            return None
+        return {
+            kind: min(block.least, rules.largest_served(kind, max(0, reserved[kind] - active[kind])))
+            for kind, block in blocks.items()
+        }
 
     @property
     def largest_hole(self) -> int:
@@ -593,6 +639,8 @@ def _device_map(
         free_block_largest=blocks,
         headroom=headroom,
         absent=absent,
+        limits=limits,
+        rules=rules,
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .reading import AllocatorReading
+from .reading import AllocatorReading, share
 from .snapshot import DeviceMap
 
 
@@ -31,10 +31,44 @@ class DeviceState(NamedTuple):
 
     @property
     def fragmentation(self) -> float | None:
-        """The trapped share of what is held, 0 to 1: from the reading, else from the snapshot."""
+        """The trapped share of what is held, 0 to 1: from the reading, else from the snapshot, as far as
+        there still is as much in no use."""
         if self.map is None or self._reading_tells:
             return self.reading.fragmentation
-        return self.map.fragmentation
+        split, cached = self.map.split_free, self.reading.cached
+        if split is None or cached is None:
+            return None
+        return share(min(split, cached), self.reading.reserved)
+
+    @property
+    def headroom(self) -> int | None:
+        """What the snapshot found, and never more than this reading and the driver's last word leave."""
+        if self.map is None or self.map.headroom is None:
+            return None
+        free = self._free
+        driver = self.map.limits.driver
+        if self.map_is_current and (free is None or driver is None or free >= driver.free):
+            return self.map.headroom.least
+        if free is None or self.limit is None:
+            return None
+        return self.map.headroom_at(self.reading, self.limit, max(0, free))
+
+    @property
+    def free_block_largest(self) -> Mapping[str, int] | None:
+        """What the snapshot found, and never more than is in no use by this reading."""
+        if self.map is None or self.map.free_block_largest is None:
+            return None
+        if self.map_is_current:
+            return {kind: block.least for kind, block in self.map.free_block_largest.items()}
+        return self.map.free_blocks_at(self.reading)
+
+    @property
+    def _free(self) -> int | None:
+        """On the device, for anybody; below 0 where more is held than it has, as managed memory is."""
+        reserved = self.reading.reserved
+        if reserved is None or self.limit is None or self.external is None:
+            return None
+        return self.limit - reserved - self.external
 
     @property
     def _reading_tells(self) -> bool:
@@ -52,10 +86,8 @@ class DeviceState(NamedTuple):
         allocated, active, reserved = reading.allocated, reading.active, reading.reserved
         if allocated is None or active is None or reserved is None:
             return None
-        if self.limit is None or self.external is None:
-            return None
-        free = self.limit - reserved - self.external
-        if free < 0:  # held beyond the device, as managed memory is: no split of the limit is true
+        free = self._free
+        if free is None or self.external is None or free < 0:  # no split of the limit is true
             return None
         split = reading.inactive_split if self._reading_tells else None
         if split is None and self.map is not None and self.map_is_current and self.map.is_of(reading):

@@ -2,7 +2,9 @@
 """Who takes snapshots when.
 
 A snapshot holds the interpreter for its whole length, so it runs on a budget, in a moment without a request
-where one comes soon enough, and what it found grows old in the open.
+where one comes soon enough, and what it found grows old in the open. Beside requests it is taken the sooner
+the less it costs, and at once where the allocator has flushed since: then on a thread that serves, too, whose
+request takes that much longer.
 """
 
 from __future__ import annotations
@@ -26,12 +28,19 @@ IDLE_WAIT = 0.1
 """Seconds that a collection waits for a moment without a request, the interpreter free meanwhile."""
 OVERDUE = 60.0
 """Seconds without such a moment after which a snapshot is taken beside requests."""
+SOON, CHEAP = 10.0, 0.01
+"""The same where the last one took no longer than so many seconds: no request notices one of these."""
+
+
+def _nothing_read(_: int) -> AllocatorReading | None:
+    return None
 
 
 class Surveyed(NamedTuple):
     """What the last snapshot said of one device."""
 
-    map: DeviceMap
+    map: DeviceMap | None
+    """None once it is too old."""
     at: float
     """Monotonic seconds."""
     reading: AllocatorReading
@@ -40,6 +49,11 @@ class Surveyed(NamedTuple):
     def is_of(self, reading: AllocatorReading) -> bool:
         """Whether nothing has happened in between: equal sums alone may lie in other places by now."""
         return reading.statistics == self.reading.statistics
+
+    def is_overtaken(self, latest: AllocatorReading) -> bool:
+        """Whether the allocator has flushed since, or failed: little is where it was."""
+        then = self.reading
+        return (latest.retries or 0) > (then.retries or 0) or (latest.ooms or 0) > (then.ooms or 0)
 
 
 class Survey:
@@ -70,6 +84,8 @@ class Survey:
         self._surveyed: dict[int, Surveyed] = {}
         self._not_before = -inf
         self._taken_at = -inf
+        self._cost = 0.0
+        """Seconds that the last one took."""
         self._looking = threading.Lock()
         """Never waited for: two readers of one provider may collect at the same time."""
 
@@ -81,25 +97,36 @@ class Survey:
         may_read: bool,
         serving: bool,
         fresh: bool = False,
+        latest: Callable[[int], AllocatorReading | None] = _nothing_read,
     ) -> Mapping[int, Surveyed]:
-        """The map of each used device, taken now if one is due and may be; none that is too old.
+        """What is known of each used device, looked at now if that is due and may be; without a map that is
+        too old.
 
         ``serving`` says that the calling thread is one that requests run on; ``fresh`` that the budget does
-        not count.
+        not count; ``latest`` tells the latest reading of a device.
         """
         if used and self._share and source.backend == NATIVE:
             if self._looking.acquire(blocking=False):
                 try:
-                    if self._may_look(may_read, serving, fresh):
-                        self._look(source, settings, used)
+                    if self._may_look(may_read, serving, fresh, latest):
+                        self._look(source, settings, used, latest)
                 finally:
                     self._looking.release()
             else:
                 self._not_now("snapshot_budget")
         oldest = monotonic() - self._max_age
-        return {index: found for index, found in self._surveyed.items() if found.at >= oldest}
+        return {
+            index: found if found.at >= oldest else found._replace(map=None)
+            for index, found in self._surveyed.items()
+        }
 
-    def _may_look(self, may_read: bool, serving: bool, fresh: bool) -> bool:
+    def _may_look(
+        self,
+        may_read: bool,
+        serving: bool,
+        fresh: bool,
+        latest: Callable[[int], AllocatorReading | None],
+    ) -> bool:
         now = monotonic()
         if now < self._not_before and not fresh:
             return self._not_now("snapshot_budget")
@@ -108,25 +135,39 @@ class Survey:
         if self._captures.under_way:
             return self._not_now("snapshot_capture")
         while self._windows.count:
-            if serving:  # the request would wait for itself
-                return self._not_now("snapshot_busy")
-            if self._overdue(now):
+            if self._overdue(now, latest):
                 return True
-            if monotonic() - now >= IDLE_WAIT:
+            # of a thread that serves the request would wait for itself
+            if serving or monotonic() - now >= IDLE_WAIT:
                 if self._taken_at == -inf:
                     self._taken_at = now  # from here on it can be overdue
                 return self._not_now("snapshot_busy")
             sleep(IDLE_WAIT / 20)
         return not self._captures.under_way or self._not_now("snapshot_capture")
 
-    def _overdue(self, now: float) -> bool:
-        return now - self._taken_at >= OVERDUE and self._taken_at != -inf
+    def _overdue(self, now: float, latest: Callable[[int], AllocatorReading | None]) -> bool:
+        if self._taken_at == -inf:
+            return False
+        cheap = self._cost <= CHEAP
+        overtaken = any(
+            found.is_overtaken(reading)
+            for index, found in self._surveyed.items()
+            if (reading := latest(index)) is not None
+        )
+        patience = OVERDUE if not (cheap or overtaken) else 0.0 if cheap and overtaken else SOON
+        return now - self._taken_at >= patience
 
     def _not_now(self, reason: str) -> bool:
         self._telemetry.skip(reason)
         return False
 
-    def _look(self, source: Source, settings: AllocatorSettings, used: Sequence[int]) -> None:
+    def _look(
+        self,
+        source: Source,
+        settings: AllocatorSettings,
+        used: Sequence[int],
+        latest: Callable[[int], AllocatorReading | None],
+    ) -> None:
         modules = len(sys.modules)
         began = perf_counter()
         at = monotonic()
@@ -149,7 +190,7 @@ class Survey:
             # interpreter in hand
             alone = self._windows.while_none_open(read) and not self._windows.count
             if not alone:
-                if not self._overdue(at):
+                if not self._overdue(at, latest):
                     self._not_now("snapshot_busy")
                     return
                 read()
@@ -167,6 +208,7 @@ class Survey:
             cost = perf_counter() - began
             self._telemetry.spent("snapshot", cost)
             self._taken_at = at
+            self._cost = cost
             wait = cost / self._share
             # Of the stacks of the user's memory history torch makes text, and imports half of itself for the
             # first one: the next costs nothing like it.
