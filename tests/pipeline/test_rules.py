@@ -57,9 +57,18 @@ def test_a_stale_file_is_named(tmp_path):
         (("--scale", "0"), "0 is not allowed (a number above 0)"),
         (("--scale", "nan", "--to", "x"), "nan is not allowed (a number above 0)"),
         (("--scale", "fast", "--to", "x"), "fast is not allowed (a number above 0)"),
+        (("--runbook", "https://wiki.example/gpu"), "--runbook needs --to"),
+        (
+            ("--runbook", "wiki/gpu", "--to", "x"),
+            "wiki/gpu is not allowed (an http or https address, without #)",
+        ),
+        (
+            ("--runbook", "https://wiki.example/gpu#a", "--to", "x"),
+            "https://wiki.example/gpu#a is not allowed",
+        ),
     ],
 )
-def test_a_scale_that_is_not_allowed_is_told_in_one_line(arguments, said):
+def test_an_argument_that_is_not_allowed_is_told_in_one_line(arguments, said):
     done = generate(*arguments)
     assert done.returncode == 2
     assert said in done.stderr.splitlines()[-1]
@@ -78,6 +87,21 @@ def test_a_scale_changes_every_duration_and_nothing_else(tmp_path):
     ]
     assert not any("m]" in row["expr"].replace("ms]", "") for row in rules(tmp_path))
     promtool("check", "rules", *sorted(tmp_path.iterdir()))
+
+
+def test_a_runbook_of_ones_own_changes_where_alerts_lead_to_and_nothing_else(tmp_path):
+    done = generate("--runbook", "https://wiki.example/gpu", "--to", tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours = {row["alert"]: row["annotations"]["runbook_url"] for row in alerts(tmp_path)}
+    assert ours["TorchMemLeak"] == "https://wiki.example/gpu#torchmemleak"
+    assert set(ours) == {row["alert"] for row in alerts()}
+    for path in sorted(tmp_path.iterdir()):
+        committed = (FOLDER / "rules" / path.name).read_text()
+        assert path.read_text() == committed.replace(
+            "https://torchmem.example/docs/RUNBOOK.md", "https://wiki.example/gpu"
+        )
+    again = generate("--runbook", "https://wiki.example/gpu", "--to", tmp_path, "--check")
+    assert again.returncode == 0, again.stderr
 
 
 def test_every_rule_file_and_configuration_passes_promtools_check():
