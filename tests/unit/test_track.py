@@ -88,13 +88,13 @@ def test_a_failure_under_an_enriched_span_is_named_there_and_recorded_by_its_own
         raise TimeoutError("too late")
 
     for handled in (True, False):
-        with suppress(TimeoutError), measuring.tracer.start_as_current_span("server"):
+        with suppress(TimeoutError), measuring.measured.tracer.start_as_current_span("server"):
             try:
                 rerank()
             except TimeoutError:
                 if not handled:
                     raise
-    passed_over, failed = measuring.spans()
+    passed_over, failed = measuring.spans
     assert passed_over.attributes["error.type"] == failed.attributes["error.type"] == "TimeoutError"
     assert (passed_over.status.status_code.name, len(passed_over.events)) == ("UNSET", 0)
     assert (failed.status.status_code.name, len(failed.events)) == ("ERROR", 1)
@@ -522,6 +522,30 @@ def test_a_tracked_function_is_compiled_whole_also_where_nobody_measures(off):
     assert torch.equal(compiled(X), expected)
     assert torch._dynamo.utils.counters["graph_break"] == {}
     assert off.names == []
+
+
+def test_a_tracked_block_is_compiled_whole_also_where_nobody_measures(off):
+    kept = track("kept")
+
+    def step(x):
+        with track("made") as request:
+            request.set_attribute("app.rows", 3)
+            y = x.relu()
+        with kept:
+            return y + 1
+
+    for measured in (False, True):
+        if measured:
+            off.on()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(step, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(X), X.relu() + 1)
+        stats = torch._dynamo.utils.counters["stats"]
+        assert (stats["unique_graphs"], stats["calls_captured"]) == (1, 2)
+        assert off.names == []
+    assert torch.equal(step(X), X.relu() + 1)
+    assert off.names == ["made", "kept"]
 
 
 def test_a_class_that_is_pickled_by_value_takes_nothing_of_ours_along(measuring):

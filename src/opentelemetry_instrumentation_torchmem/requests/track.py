@@ -167,6 +167,8 @@ class Tracked:
         return measured.wrap(given)
 
     def __enter__(self) -> Request:
+        if wrapping.compiling() or wrapping.tracing():
+            return Request(None)
         measured = self._measured(None, self._name or "block")
         probe = measured.begin()
         self._guards.setdefault(_who(), []).append(None if probe is None else Guard(probe))
@@ -175,6 +177,8 @@ class Tracked:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if wrapping.compiling() or wrapping.tracing() or not self._guards:  # entered in a compiled region
+            return
         who = _who()
         if who not in self._guards:  # left on another thread or task than entered
             who = next(reversed(self._guards))
