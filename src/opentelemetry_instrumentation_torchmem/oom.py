@@ -57,6 +57,8 @@ REQUESTS = 16
 
 Attributes = dict[str, Any]
 T = TypeVar("T")
+DEFAULT_STREAM = 0
+"""As a snapshot's segments name it."""
 
 
 class InFlight(NamedTuple):
@@ -392,6 +394,13 @@ class OomWatch:
             limits = Limits(known_driver, fraction, reading.reserved)
             live_pools = attempt(self._live_pools) or ()
             device_map = attempt(_map, snapshot, settings, device, limits, stream, live_pools)
+            if stream != DEFAULT_STREAM or driver != known_driver:
+                limits = Limits(driver, fraction, reading.reserved)
+                later = attempt(_map, snapshot, settings, device, limits, DEFAULT_STREAM, live_pools)
+            else:
+                later = device_map
+            if later is not None:
+                self._sampler.take_over(later, reading)
         requests = attempt(self._in_flight, device, reading) or ()
         if given is not None:
             failure = Failure(

@@ -14,6 +14,7 @@ import pytest
 from exported import Exported, Traced
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+from watched import Clock
 
 from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor, oom
 from opentelemetry_instrumentation_torchmem.requests.track import track
@@ -412,6 +413,32 @@ def test_the_evidence_is_whole_and_carries_the_trace(gpu, tmp_path):
     assert [line.split(" age=")[0] for line in event["requests"]] == ["operation=warm up", "operation=answer"]
     assert [int(request["reserved_growth"]) for request in requests] == [20 * MIB, 0]
     assert all(0 <= float(request["age"]) < 60 for request in requests)
+
+
+def looked_at_for_the_evidence(on_a_stream: bool) -> dict:
+    import torch
+    from emulator import control
+
+    watched = Watched()
+    clock = Clock()
+    kept = [take(100 * MIB)]
+    watched.exported.collect()
+    with track("stream"):  # never idle
+        clock.pass_by(5)
+        kept += [take(300 * MIB), take(19 * MIB)]
+        fail(900 * MIB, torch.cuda.Stream() if on_a_stream else None)
+        watched.exported.collect()
+        headroom = watched.exported.value("torch.memory.headroom")
+        age = watched.exported.value("torch.memory.snapshot.age")
+        fits = [control.would_fit(headroom), control.would_fit(headroom + MIB)]
+    return {"fits": fits, "age": age, "kept": len(kept)}
+
+
+@pytest.mark.parametrize("on_a_stream", [False, True])
+def test_the_snapshot_of_the_evidence_serves_the_next_export(gpu, on_a_stream):
+    got = gpu.run(looked_at_for_the_evidence, args=[on_a_stream], memory="1GiB")
+    assert got["fits"] == [True, False]
+    assert got["age"] < 5
 
 
 class PlainDataOnly(pickle._Unpickler):

@@ -16,6 +16,7 @@ from .pools import PoolWatch
 from .reading import AllocatorReading, DriverMemory, HostReading, RawReading, external
 from .recorder import Recorder
 from .settings import AllocatorSettings
+from .snapshot import DeviceMap
 from .source import Device, Source, initialised_torch
 from .state import DeviceState
 from .survey import Survey, Surveyed
@@ -171,6 +172,11 @@ class Sampler:
         """The latest reading of a device, whoever took it."""
         latest = self._latest.get(device)
         return None if latest is None else AllocatorReading._make(latest)
+
+    def take_over(self, device_map: DeviceMap, reading: AllocatorReading) -> None:
+        """A map of the default stream that somebody else has made, and the reading just before it."""
+        if self._survey is not None:
+            self._survey.take_over(device_map.device, Surveyed(device_map, reading.at, reading))
 
     def failing_threads_source(self) -> Source | None:
         """The source, on a thread whose allocation has just failed; None where a reading could hang it."""
