@@ -445,6 +445,28 @@ def test_a_hook_that_changes_what_it_is_given_does_not_change_the_call(measured,
     assert [span.name for span in measured.spans()] == [f"hooked {function.__name__}"]
 
 
+def test_what_a_response_hook_calls_is_not_measured(measured):
+    called = []
+
+    def hook(span, operation, result):
+        called.append(operation)
+        inner("from the hook")
+        inner_nested("from the hook")
+
+    requests = measured.make(response_hook=hook)
+    inner = wrap(plain, Target(None, "inner"), requests)
+    inner_nested = wrap(plain, Target(None, "inner", nested=True), requests)
+    outer = wrap(plain, Target(None, "outer"), requests)
+    nested = wrap(plain, Target(None, "nested", nested=True), requests)
+    for function in (outer, nested):
+        function("hello")
+    for _ in range(3):
+        requests.drain()
+    assert called == ["outer", "nested"]
+    assert [span.attributes["torch.operation"] for span in measured.spans()] == called
+    assert not requests.windows.any_open
+
+
 def test_beyond_the_cap_of_targets_spans_keep_their_names_and_each_request_is_counted(measured):
     wrapped = [
         wrap(plain, Target(f"app.{number}", f"operation {number}"), measured.requests)

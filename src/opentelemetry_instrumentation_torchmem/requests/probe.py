@@ -336,7 +336,11 @@ class Requests:
             if failure is not None:
                 span.set_attribute(signals.ERROR_TYPE.name, type(failure).__qualname__)
             if self.response_hook is not None:
-                self.call_hook(self.response_hook, "response_hook", span, calls.target.operation, result)
+                token = _context.set(Context({**_context.get(), _WINDOW: _HOOKS}))
+                try:
+                    self.call_hook(self.response_hook, "response_hook", span, calls.target.operation, result)
+                finally:
+                    _context.reset(token)
             if failure is not None and calls.new:
                 self._tell_failure(calls.target, span, failure)
         if self.metered:
@@ -462,7 +466,7 @@ class Calls:
                 outer = context.get(_WINDOW)
                 if outer is not None:
                     outer = outer.still_open()
-                    if outer is not None and not self._nested:
+                    if outer is not None and (not self._nested or outer is _HOOKS):
                         return None
             span, recording = INVALID_SPAN, False
             if self._told and requests.traced:
@@ -528,6 +532,11 @@ class Calls:
                 probe.described = _NOTHING
             keywords = dict(keywords)  # the call keeps its own, whatever the hook does to them
             requests.call_hook(hook, "request_hook", probe.span, self.target.operation, arguments, keywords)
+
+
+_HOOKS = Window()
+"""What a response hook calls is within this one, and not measured: its end would call the hook again."""
+_HOOKS.era = None
 
 
 def _whole(readings: RawReadings | None) -> Readings:
