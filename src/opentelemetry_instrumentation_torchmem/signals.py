@@ -641,8 +641,9 @@ REQUEST_METRICS = (REQUEST_DURATION, REQUEST_RESERVED_GROWTH, REQUEST_PEAK_GROWT
 
 REQUEST_SPAN = Span(
     "torch.request",
-    "One call of a target: INTERNAL, named `{torch.operation} {class}`. In the mode `enrich` the attributes "
-    "go on the current span, and several calls under it add up.",
+    "One call of a target: INTERNAL, named `{torch.operation} {class}` for a method, `{torch.operation} "
+    "{function}` for a function, without what would be there twice. In the mode `enrich` the attributes, but "
+    "`torch.operation` and `code.function.name`, go on the current span, and several calls under it add up.",
     (OPERATION, FUNCTION, DEVICES, RESERVED_BEFORE, RESERVED_DELTA, RESERVED_BY_DEVICE, ALLOCATED_BEFORE,
      ALLOCATED_DELTA, ALLOCATED_BY_DEVICE, PEAK_GROWTH, RETRIES, OOMS, DEVICE_ALLOCATIONS, DEVICE_SYNCS,
      TURNOVER, FRAGMENTATION, CONCURRENT, EXCLUSIVE, SHAPES, DTYPES, ERROR_TYPE),
