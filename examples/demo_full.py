@@ -7,7 +7,8 @@ Starts the collector, Prometheus, Alertmanager and Jaeger on the files of collec
 first time), then `serve.py` under `opentelemetry-instrument` on this machine's GPU or an emulated one, then
 `load.py`. The rules and every interval run thirty times as fast as they are committed, so that there is
 something to see. Prints the addresses, what Prometheus says, each alert as it is delivered, and at the end
-the way from a metric to the trace of the request that did it. Ends by itself or with Ctrl-C; nothing is left.
+the way from a metric to the trace of the request that did it. Ends by itself, with Ctrl-C, or as soon
+as one of its servers has ended; nothing is left. Killed itself, it leaves its folder of logs and no process.
 """
 
 from __future__ import annotations
