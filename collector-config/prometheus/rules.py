@@ -149,12 +149,11 @@ def climbed(counter: str, about: str) -> tuple[Record, Record]:
 
     Against what it was, not by `increase`: of a process that ran out of memory before its first export, born
     with 1, that says nothing, nor of what happened in a hole. Two looks back: all samples of an hour, for
-    processes that are young, and of a day one in ten minutes, which a fleet can pay for.
+    processes that are young, and of a day one an hour, which a fleet can pay for.
     """
     before = f"{counter}:before10m"
     looks = (
-        f"last_over_time({counter}[<1h>] offset <10m>)\n"
-        f"or last_over_time({counter}[<24h>:<10m>] offset <10m>)"
+        f"last_over_time({counter}[<1h>] offset <10m>)\nor last_over_time({counter}[<24h>:<1h>] offset <10m>)"
     )
     rose = (
         f"({counter} - {before} > 0)\nor ({counter} < {before})\n"
@@ -223,7 +222,15 @@ WINDOWS: tuple[Record, ...] = (
     ),
     *climbed("torchmem:allocation_retries", "Retries of the last 10 minutes."),
     *climbed("torchmem:ooms", "Out of memory errors of the last 10 minutes."),
-    *climbed("torchmem:oom_verdicts", "The same by verdict."),
+    Record(
+        "torchmem:oom_verdicts:increase10m",
+        "(\n"
+        "  (torchmem:oom_verdicts unless last_over_time(torchmem:oom_verdicts[<1h>] offset <10m>))\n"
+        "  or increase(torchmem:oom_verdicts[<10m>])\n"
+        f")\nunless on ({DEVICE}) (torchmem:ooms:increase10m == 0)",
+        "The same by verdict: ten series a device, so the look at a day is at the errors alone, which says "
+        "whether these are old.",
+    ),
     Record("torchmem:telemetry_skipped:increase10m", "increase(torchmem:telemetry_skipped[<10m>])",
            "What the package did not do in the last 10 minutes."),
     Record(
