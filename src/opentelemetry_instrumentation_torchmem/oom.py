@@ -536,7 +536,8 @@ def _state(
     if reading is None or driver is None or free is None:
         return None
     used_elsewhere = external(reading, DriverMemory(free, driver.total))
-    return DeviceState(reading, 0.0, {}, driver.total, used_elsewhere, device_map)
+    current = device_map is not None and device_map.is_of(reading)
+    return DeviceState(reading, 0.0, {}, driver.total, used_elsewhere, device_map, map_is_current=current)
 
 
 def _as_torch_writes_it(snapshot: Mapping[str, Any]) -> dict[str, Any]:

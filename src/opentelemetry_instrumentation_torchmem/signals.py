@@ -138,9 +138,9 @@ STATE = Attribute(
     members={
         "allocated": "In tensors.",
         "pending_free": "Freed, but a recorded stream has not been seen to be done with it.",
-        "split_free": "Free, but trapped in partly used segments.",
-        "cached_free": "Wholly free segments: empty_cache, or the allocator's own retry, returns them, but "
-        "for those of live CUDA graphs and MemPools.",
+        "split_free": "Free, but trapped: in partly used segments, or in the pools of CUDA graphs and MemPools "
+        "that live.",
+        "cached_free": "Wholly free segments: empty_cache, or the allocator's own retry, returns them.",
         "cached": "split_free and cached_free together, where a reading cannot tell them apart.",
         "external": "In use on the device and not held by this process's allocator: the CUDA context, "
         "NCCL, other libraries, other processes.",
@@ -263,7 +263,8 @@ FRAGMENTATION = Attribute(
     "The trapped share of what is held when the call ended.",
     "double",
     examples=(0.12,),
-    required="when it can be known: not under expandable segments",
+    required="when it can be known: not under expandable segments, nor while a CUDA graph or a MemPool lives, "
+    "whose free memory a reading does not count",
 )
 RESERVED_BY_DEVICE = Attribute(
     "torch.memory.reserved.delta_by_device",
@@ -503,8 +504,9 @@ METRICS: tuple[Metric, ...] = (
            "The most bytes held since the start or the user's last reset of the peaks.",
            lambda d: d.reading.reserved_peak),
     Metric("torch.memory.fragmentation", Kind.GAUGE, "1",
-           "The trapped share of what is held: split_free / reserved; under expandable segments from the "
-           "last snapshot. Absent while nothing is reserved.",
+           "The trapped share of what is held: split_free / reserved; under expandable segments, and where "
+           "CUDA graphs' pools or MemPools hold free memory, from the last snapshot. Absent while nothing is "
+           "reserved.",
            lambda d: d.fragmentation),
     Metric("torch.memory.slack", Kind.GAUGE, "1",
            "The unused share of what is held: 1 - active / reserved. Valid in every mode; cache is in it. "

@@ -334,6 +334,8 @@ def test_fragmented_under_expandable_segments(gpu):
     assert event["verdict"] == "fragmented"
     assert event["fragmentation"] > 0.3
     assert event["headroom"] < 400 * MIB
+    ledger = {state: int(size) for state, size in (line.split("=") for line in event["ledger"])}
+    assert ledger["split_free"] / event["reserved"] == event["fragmentation"]
 
 
 # ---- what the evidence holds ----

@@ -12,6 +12,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from exported import Traced
 from together import Together
 from watched import Clock, Watched, take
 
@@ -836,6 +837,42 @@ def test_free_memory_of_graphs_and_pools_that_live_is_trapped_and_of_others_it_i
     assert told["cached"] == told["reserved"] - told["active"]
     assert "private_pools" in told["absent"]
     assert told["headroom"] >= told["free"] - 20 * MIB
+
+
+def free_memory_of_a_pool(snapshot_share: float) -> list:
+    import torch
+
+    clock, traced = Clock(), Traced()
+    watched = Watched(snapshot_share=snapshot_share, tracer_provider=traced.provider)
+    pool = torch.cuda.MemPool()
+    kept = take(100 * MIB)
+    with torch.cuda.use_mem_pool(pool):
+        take(400 * MIB)
+    told = []
+    for size in (10 * MIB, 100 * MIB):
+        with track("answer"):
+            take(size)
+        clock.pass_by(30)
+        watched.collect()
+        told.append([traced.spans[-1].attributes.get("torch.memory.fragmentation"), watched.figures()])
+        pool = None
+    return [*told, kept.numel()]
+
+
+@pytest.mark.parametrize("snapshot_share", [0.001, 0])
+def test_free_memory_of_a_pool_in_use_is_in_every_figure_of_fragmentation_or_in_none(gpu, snapshot_share):
+    (span, with_pool), (span_after, without), _ = gpu.run(
+        free_memory_of_a_pool, args=[snapshot_share], memory="1GiB"
+    )
+    assert span is None
+    if snapshot_share:
+        trapped = with_pool["split_free"]
+        assert trapped >= 400 * MIB
+        assert with_pool["fragmentation"] == trapped / with_pool["reserved"]
+    else:
+        assert with_pool["fragmentation"] is None
+        assert with_pool["cached"] == with_pool["reserved"] - with_pool["active"]
+    assert span_after == without["fragmentation"] == without["split_free"] == 0
 
 
 def on_two_devices() -> dict:

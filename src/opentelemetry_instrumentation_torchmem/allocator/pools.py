@@ -13,7 +13,7 @@ import gc
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from .snapshot import PoolOn
 from .source import initialised_torch
@@ -39,6 +39,11 @@ def _with_subclasses(owner_class: type) -> list[type]:
     ]
 
 
+LIVING: set[ref[Any]] = set()
+"""The owners of private pools that are known and live, on any device: while there is one, the statistics may not
+count all that is trapped as split. To be asked at each request."""
+
+
 class Owners:
     """The objects that own private pools, and on which device each does. Keeps none of them alive."""
 
@@ -51,6 +56,8 @@ class Owners:
         if torch is not None:
             with suppress(Exception):  # a subclass without hash, a broken context: this is the user's call
                 self._devices[owner] = torch.cuda.current_device()
+        with suppress(TypeError):
+            LIVING.add(ref(owner, LIVING.discard))
 
     def note_older(self, owners: Iterable[Any]) -> None:
         """Those made before. Of several devices, which one they were made on is not known."""
@@ -58,6 +65,8 @@ class Owners:
         if torch is not None and torch.cuda.device_count() == 1:
             for owner in owners:
                 self.note(owner)
+        else:
+            LIVING.update(ref(owner, LIVING.discard) for owner in owners)
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         for reference in self._devices.keyrefs():  # at once: another thread may add one meanwhile

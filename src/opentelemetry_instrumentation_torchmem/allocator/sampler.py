@@ -12,7 +12,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple
 
 from ..telemetry import OwnTelemetry
-from .pools import PoolWatch
+from .pools import LIVING, PoolWatch
 from .reading import AllocatorReading, DriverMemory, HostReading, RawReading, external
 from .recorder import Recorder
 from .settings import AllocatorSettings
@@ -351,6 +351,7 @@ class Sampler:
             map=None if surveyed is None else surveyed.map,
             map_age=None if surveyed is None else max(0.0, monotonic() - surveyed.at),
             map_is_current=surveyed is not None and surveyed.is_of(reading),
+            private_pools=bool(LIVING),
         )
 
     def _attempt(self, what: str, part: Callable[..., Any], *arguments: Any) -> Any:

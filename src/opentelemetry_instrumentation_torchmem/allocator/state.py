@@ -28,13 +28,17 @@ class DeviceState(NamedTuple):
     """Seconds between that snapshot and the collection."""
     map_is_current: bool = False
     """Whether nothing has happened between that snapshot and the reading."""
+    private_pools: bool = False
+    """Whether some are known to be in use: the reading does not count what is wholly free in them as split."""
 
     @property
     def fragmentation(self) -> float | None:
         """The trapped share of what is held, 0 to 1: from the reading, else from the snapshot, as far as
         there still is as much in no use."""
-        if self.map is None or self._reading_tells:
+        if self._reading_tells:
             return self.reading.fragmentation
+        if self.map is None:
+            return None
         split, cached = self.map.split_free, self.reading.cached
         if split is None or cached is None:
             return None
@@ -72,8 +76,10 @@ class DeviceState(NamedTuple):
 
     @property
     def _reading_tells(self) -> bool:
-        """Whether ``inactive_split`` is all that is trapped, as far as the last snapshot knows."""
-        return self.reading.inactive_split is not None and (self.map is None or not self.map.private_idle)
+        """Whether ``inactive_split`` is all that is trapped, as far as the last snapshot knows, or without one
+        the process."""
+        idle = self.private_pools if self.map is None else self.map.private_idle
+        return self.reading.inactive_split is not None and not idle
 
     @property
     def ledger(self) -> Mapping[str, int] | None:

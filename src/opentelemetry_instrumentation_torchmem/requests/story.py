@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import signals
 from ..allocator.peaks import RESETS
+from ..allocator.pools import LIVING
 from ..allocator.reading import RawReading
 from ..allocator.sampler import Readings
 from ..allocator.windows import Change, change, followed, nothing_held, total
@@ -155,8 +156,9 @@ def nothing_new(before: RawReading, after: RawReading, concurrent: int, recordin
             _DEVICE_ALLOCATIONS: a["num_device_alloc"] - b["num_device_alloc"],
             _DEVICE_SYNCS: a["num_sync_all_streams"] - b["num_sync_all_streams"],
             _TURNOVER: turnover,
-            _FRAGMENTATION: a["inactive_split_bytes"]["all"]["current"] / reserved,
         }
+        if not LIVING:
+            told[_FRAGMENTATION] = a["inactive_split_bytes"]["all"]["current"] / reserved
         if concurrent == 1:
             told[_ALLOCATED_DELTA] = delta
         return told
@@ -190,7 +192,7 @@ def attributes_of(names: Sequence[str], changes: Sequence[Change], concurrent: i
         _DEVICE_ALLOCATIONS: whole.device_allocations,
         _DEVICE_SYNCS: whole.device_syncs,
         _TURNOVER: whole.turnover,
-        _FRAGMENTATION: whole.fragmentation,
+        _FRAGMENTATION: None if LIVING else whole.fragmentation,
     }
     if exclusive:
         told[_ALLOCATED_DELTA] = whole.allocated_delta
