@@ -106,6 +106,9 @@ class Timing:
     min_uptime: float = 600.0
     """No restart is wanted of a process younger than this: it bounds their rate."""
 
+    call_limit: float = 30.0
+    """How long each call of what you gave (policy, readings, lease, on_ready, on_restart) is waited for."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)

@@ -24,9 +24,10 @@ from ..allocator import rooms as allocator_rooms
 from ..allocator.rooms import Rooms
 from ..allocator.sampler import Collection
 from .gate import Gate
+from .given import Given
 from .machine import Action, Machine, Place, Result, State, Timing, Transition
 from .places import Places
-from .policy import DeviceReadings, Headroom, Policy, Readings, Verdict, judged
+from .policy import DeviceReadings, Headroom, Policy, Readings, Slack, Verdict, judged
 from .restart import WAYS, ask_to_end
 from .sharing import shares_listener
 from .steps import Compact, CompactionOutcome
@@ -129,6 +130,7 @@ class MemoryGuard:
         self._steers = steers
         self._interval = interval
         self._given_readings = readings
+        self._given = Given(timing.call_limit)
         self._clock = clock
         self._alone: Rooms | None = None
         self._server: tuple[str, int | None] | None = None
@@ -149,7 +151,7 @@ class MemoryGuard:
         self._release_lease: Callable[[], object] | None = None
         self._before: Readings | None = None
         self._drain_began = perf_counter()
-        self._ready = self._alive = True
+        self._ready = self._alive = self._told_ready = True
         self.closing = False
         """Whether connections are asked to close: others are to serve what they would bring."""
 
@@ -158,6 +160,7 @@ class MemoryGuard:
         self.gate.begin_anew()
         self._figures = Figures()
         self._teller.begin_anew()
+        self._given.begin_anew()
         if self._alone is not None:
             self._alone.begin_anew()
         self._said_sick = None
@@ -212,7 +215,10 @@ class MemoryGuard:
 
     def _run(self, ended: threading.Event) -> None:
         while True:
-            self._attempt("tick", self.tick)
+            try:
+                self._attempt("tick", self.tick)
+            except BaseException as error:  # this thread is the guard's alone: it goes on
+                self._say("tick ended", "the guard's tick failed: %r", error)
             serving = self._machine.state is State.SERVING
             if ended.wait(self._interval if serving else min(self._interval, _PACE)):
                 return
@@ -252,6 +258,7 @@ class MemoryGuard:
                 actions = self._machine.looked(idle, self._clock())
         self._do(actions)
         self._attempt("ready_file", self._touch)
+        self._attempt("on_ready", self._tell_on_ready)
 
     # the machine's actions
 
@@ -296,7 +303,7 @@ class MemoryGuard:
         if self._places is not None and not self._places.take():
             return Place(granted=False)
         if self._lease is not None:
-            self._release_lease = self._lease()
+            self._release_lease = self._given.call("lease", self._lease, late=_give_back)
             if self._release_lease is None:
                 return Place(granted=False)
         if self._places is not None and self._places.all_sick():
@@ -320,14 +327,20 @@ class MemoryGuard:
                 self._places.release()
         finally:
             if release is not None:
-                release()
+                self._given.call("lease's end", release)
 
     def _tell_ready(self) -> None:
         if not self._ready:
             self.gate.drain()
         self._attempt("ready_file", self._touch)
-        if self._on_ready is not None:
-            self._on_ready(self._ready)
+        self._attempt("on_ready", self._tell_on_ready)
+
+    def _tell_on_ready(self) -> None:
+        on_ready, ready = self._on_ready, self._ready
+        # one that hangs is told when it has ended
+        if on_ready is not None and ready is not self._told_ready and not self._given.hangs("on_ready"):
+            self._told_ready = ready
+            self._given.call("on_ready", lambda: on_ready(ready))
 
     def _touch(self) -> None:
         if self._ready_file is None:
@@ -338,8 +351,9 @@ class MemoryGuard:
             self._ready_file.unlink(missing_ok=True)
 
     def _want_restart(self) -> None:
-        if self._on_restart is not None:
-            self._on_restart(self._machine.reason)
+        on_restart, reason = self._on_restart, self._machine.reason
+        if on_restart is not None:
+            self._given.call("on_restart", lambda: on_restart(reason))
 
     def _exit(self) -> None:
         if self._restart == "sigterm":
@@ -376,7 +390,7 @@ class MemoryGuard:
         result, reason = Result.FAILED, "clearing did not come to its end"
         try:
             result, reason = self._behind_the_gate(self._timing.hold_limit if gated else 0.0)
-        except Exception as error:
+        except BaseException as error:  # this thread is the guard's alone
             reason = f"clearing raised {error!r}"
             self._say("clear", "clearing failed: %r", error)
         finally:
@@ -458,7 +472,7 @@ class MemoryGuard:
     def _try_to_compact(self) -> CompactionOutcome:
         try:
             return self._compact() if self._compact is not None else CompactionOutcome(refused="none given")
-        except Exception as error:
+        except BaseException as error:  # this thread is the guard's alone
             self._say("compact", "compaction failed: %r", error)
             return CompactionOutcome(refused=f"it raised {error!r}")
 
@@ -482,8 +496,9 @@ class MemoryGuard:
 
     def _measure(self, fresh: bool) -> Readings | None:
         """Readings; ``fresh`` are those behind the gate, after something was done."""
-        if self._given_readings is not None:
-            return self._given_readings(fresh)
+        given = self._given_readings
+        if given is not None:
+            return self._given.call("readings", lambda: given(fresh))
         rooms = self._rooms()
         collection = rooms.sampler.collect(fresh=fresh)
         if collection is None:
@@ -497,10 +512,13 @@ class MemoryGuard:
     def _judge(self, readings: Readings | None) -> Verdict:
         if readings is None:
             return Verdict(None)
+        policy = self._policy
         try:
-            return judged(self._policy(readings), readings.at)
+            if type(policy) in (Headroom, Slack):  # they neither wait nor end
+                return judged(policy(readings), readings.at)
+            return judged(self._given.call("policy", lambda: policy(readings)), readings.at)
         except Exception as error:
-            self._say("policy", "the guard's policy failed: %r", error)
+            self._say(f"policy {type(error).__name__}", "the guard's policy failed: %r", error)
             return Verdict(None)
 
     def _note(self, step: str, began: float, before: Readings | None, after: Readings | None) -> None:
@@ -543,7 +561,7 @@ class MemoryGuard:
         try:
             return act(*arguments)
         except Exception as error:
-            self._say(what, f"the guard's {what} failed: %r", error)
+            self._say(f"{what} {type(error).__name__}", f"the guard's {what} failed: %r", error)
             return None
 
     def _say(self, key: str, message: str, *arguments: object, level: int = logging.WARNING) -> None:
@@ -575,6 +593,11 @@ class Request:
 
     async def __aexit__(self, *error: object) -> None:
         self._lane.count -= 1
+
+
+def _give_back(release: Callable[[], object] | None) -> None:
+    if release is not None:
+        release()
 
 
 def _device_readings(collection: Collection, rooms: Rooms, now: float) -> tuple[DeviceReadings, ...]:
