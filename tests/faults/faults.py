@@ -351,9 +351,9 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "requests/probe.py",
-                        "failure = error if isinstance(error, Exception) else None\n",
+                        "failure = None if error is None or _is_no_failure(error) else error\n",
                         "failure = error\n",
-                        "only an `Exception` is a failure",
+                        "a cancellation is no failure",
                     )
                 ],
                 also=[
