@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from opentelemetry_instrumentation_torchmem.guard import MemoryGuard, Readings
+from opentelemetry_instrumentation_torchmem.guard import CompactionOutcome, MemoryGuard, Readings
 from opentelemetry_instrumentation_torchmem.guard.given import EndsError, Given, HangsError
 from opentelemetry_instrumentation_torchmem.guard.machine import State, Timing
 
@@ -136,6 +136,55 @@ def test_whatever_ends_its_thread_the_server_serves_again(what):
     assert driven.pass_by(400) is State.SERVING
     assert driven.guard.ready()
     assert not driven.guard.gate.closed
+
+
+@pytest.mark.parametrize("restart", ["callback", "liveness"])
+def test_a_clear_that_hangs_opens_the_gate_at_its_limit_and_the_server_stays_not_ready_until_it_ends(
+    restart, release
+):
+    def compact() -> CompactionOutcome:
+        compacted.append(True)
+        return CompactionOutcome()
+
+    compacted: list[bool] = []
+    driven = Driven(clear=release.wait, restart=restart, on_restart=lambda reason: None, compact=compact)
+    gate = driven.guard.gate
+    driven.drain()
+    assert driven.pass_by(6, joins=False) is State.CLEARING
+    until(lambda: gate.closed)
+    assert driven.pass_by(19, joins=False) is State.CLEARING
+    assert gate.closed
+    assert driven.pass_by(1, joins=False) is State.RESTART_WANTED
+    assert not gate.closed, "who needs no GPU is served"
+    with driven.guard.request():
+        assert driven.pass_by(10_000, joins=False) is State.RESTART_WANTED
+        assert not driven.guard.ready()
+        assert driven.guard.alive() is (restart == "callback")
+        release.set()
+        driven.guard._clearing.join(20)
+    assert (gate.closed, gate.shut, compacted) == (False, False, []), "nothing is moved behind an open gate"
+    assert driven.pass_by(301) is State.SERVING, "it has ended: it serves again as it is"
+    assert driven.guard.ready()
+
+
+def test_a_compaction_that_hangs_keeps_the_gate_shut_what_it_moved_is_not_there(release):
+    moving = threading.Event()
+
+    def compact() -> CompactionOutcome:
+        moving.set()
+        release.wait()
+        return CompactionOutcome(moved=1)
+
+    driven = Driven(compact=compact)
+    driven.drain()
+    driven.pass_by(6, joins=False)
+    assert moving.wait(20)
+    assert driven.pass_by(10_000, joins=False) is State.RESTART_WANTED
+    driven.pass_by(1, joins=False)
+    assert (driven.guard.gate.closed, driven.guard.gate.shut) == (True, True)
+    release.set()
+    driven.guard._clearing.join(20)
+    assert (driven.guard.gate.closed, driven.guard.gate.shut) == (False, False)
 
 
 def test_a_call_is_given_up_and_not_made_again_while_it_hangs(release):

@@ -172,13 +172,25 @@ class Gate:
     def shuts(self, limit: float = 0.0) -> bool:
         """Once closed, shut it, and wait up to ``limit`` seconds for who had waited too long and has passed.
 
-        Whether nothing is in flight; if not it is closed as before.
+        Whether nothing is in flight; if not it is as before.
         """
-        self.shut = True
+        with self._threads:
+            if not self.closed:  # given up meanwhile
+                return False
+            self.shut = True
         if self._empties(limit, _always):
             return True
         self.shut = False
         return False
+
+    def give_up(self) -> bool:
+        """Open it before who closed it has done with it, unless it is shut. Whether it is open."""
+        with self._threads:
+            if self.shut:
+                return False
+            self.closed = False
+        self._wake()
+        return True
 
     def _empties(self, limit: float, idle: Callable[[], bool]) -> bool:
         until = monotonic() + limit

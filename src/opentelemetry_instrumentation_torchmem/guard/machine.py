@@ -55,9 +55,10 @@ TRANSITIONS = {
     "busy": "Something was in flight, or a graph was being captured: clearing back to draining.",
     "recovered": "Well after clearing, or nobody can know: clearing to serving.",
     "still_sick": "Sick after clearing, and no restart is allowed now: clearing to serving.",
-    "restart_wanted": "Sick after clearing, or something is missing from its place: to restart wanted.",
+    "restart_wanted": "Sick after clearing, clearing has not ended within its limit, or something is missing "
+    "from its place: to restart wanted.",
     "gave_up": "Never idle within its limits: draining or clearing to serving.",
-    "failed": "A step raised, or did not end within its limit: back to serving.",
+    "failed": "A step raised: back to serving.",
     "not_restarted": "Nobody has replaced the process within the limit: restart wanted to serving.",
 }
 """``torch.memory.guard.transition``: value -> meaning."""
@@ -188,7 +189,7 @@ class Machine:
         self._may_restart = True
         self._gated = False
         self._exited = False
-        self._hanging = False
+        self.hanging = False
         """Clearing has not ended in its time: what is done to the memory is not known."""
 
     @property
@@ -245,11 +246,11 @@ class Machine:
             return self._draining(idle, now)
         if self.state is State.CLEARING:
             if self._past(self.timing.clear_limit + self.timing.hold_limit, now):
-                self._hanging = True
+                self.hanging = True
                 return self._want_restart("clearing has not ended within its limit", now)
             return ()
         if self.state is State.RESTART_WANTED:
-            if self._past(self.timing.restart_limit, now) and not (self.shut or self._hanging):
+            if self._past(self.timing.restart_limit, now) and not (self.shut or self.hanging):
                 return self._back(Transition.NOT_RESTARTED, "nobody has replaced the process", now)
             # where readiness does not steer, connections that are kept alive are closed meanwhile
             seen_since = self._drained_since if self.steers else self._since
@@ -276,7 +277,7 @@ class Machine:
         self, result: Result, reason: str, now: float, restart_allowed: bool = True
     ) -> tuple[Action, ...]:
         """How ``CLEAR`` or ``GATE_AND_CLEAR`` has ended."""
-        self._hanging = False
+        self.hanging = False
         if result is Result.MISSING:  # even if it was given up meanwhile: what is missing stays so
             was_ready, self.shut = self.ready, True
             return self._want_restart(reason, now, was_ready)

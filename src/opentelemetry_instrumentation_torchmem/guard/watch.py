@@ -148,6 +148,8 @@ class MemoryGuard:
         self._thread: threading.Thread | None = None
         self._clearing: threading.Thread | None = None
         self._ended = threading.Event()
+        self._gave_up = False
+        """Whether the gate was opened before clearing, which hangs, has ended."""
         self._release_lease: Callable[[], object] | None = None
         self._before: Readings | None = None
         self._drain_began = perf_counter()
@@ -256,6 +258,10 @@ class MemoryGuard:
             idle = self._attempt("idle", self._idle) is True
             with self._lock:
                 actions = self._machine.looked(idle, self._clock())
+            if (
+                self._machine.hanging and not self._gave_up
+            ):  # who needs no GPU need not wait for one that hangs
+                self._gave_up = self.gate.give_up()
         self._do(actions)
         self._attempt("ready_file", self._touch)
         self._attempt("on_ready", self._tell_on_ready)
@@ -375,6 +381,7 @@ class MemoryGuard:
     # behind the gate
 
     def _start_clearing(self, gated: bool) -> None:
+        self._gave_up = False
         if gated:
             self.gate.drain()
         try:
@@ -453,7 +460,11 @@ class MemoryGuard:
         began = perf_counter()
         # until all is back nobody may touch it, however long that takes
         if not self.gate.shuts(self._timing.hold_limit):
-            refused = "an arrival that had waited for its limit is in flight"
+            refused = (
+                "clearing has not ended within its limit, and the gate is open"
+                if not self.gate.closed
+                else "an arrival that had waited for its limit is in flight"
+            )
             self._teller.refused(refused)
             return CompactionOutcome(refused=refused), before
         with rooms.sampler.paused():
@@ -492,7 +503,10 @@ class MemoryGuard:
         return not rooms.windows.any_open and not rooms.captures.under_way
 
     def _idle(self) -> bool:
-        return not self.gate.in_flight and self._outside_is_idle(self._rooms())
+        rooms = self._rooms()
+        if self._clearing is not None and self._clearing.is_alive():  # it holds what settling would wait for
+            return not (self.gate.in_flight or rooms.windows.any_open or rooms.captures.under_way)
+        return not self.gate.in_flight and self._outside_is_idle(rooms)
 
     def _measure(self, fresh: bool) -> Readings | None:
         """Readings; ``fresh`` are those behind the gate, after something was done."""
