@@ -483,6 +483,15 @@ def test_a_model_whose_compile_was_called_is_measured_outside_the_region(measuri
     stop()
 
 
+def test_a_model_is_measured_whose_compile_is_called_afterwards(measuring):
+    model = torch.nn.Linear(3, 3)
+    stop = instrument_model(model, "rank")
+    model.compile(backend="eager", fullgraph=True)
+    model(torch.ones(1, 3))
+    assert measuring.names == ["rank Linear"]
+    stop()
+
+
 def test_a_measured_child_breaks_no_graph_of_its_parent(measuring):
     parent = Parent()
     stop = instrument_model(parent.first)

@@ -228,8 +228,9 @@ def instrument_model(
 
     Inside another measured call, as a ``generate`` is, it counts with that one unless ``nested`` is true.
 
-    A compiled model is measured outside the compiled region: give the one that ``torch.compile`` returned, or
-    the one whose ``compile()`` was called. Inside a region that was compiled as a whole nothing is measured.
+    A compiled model is measured outside the compiled region: give the one that ``torch.compile`` returned,
+    which is another object than the one it was given, or the one whose ``compile()`` is called, before or
+    after. Inside a region that was compiled as a whole nothing is measured.
 
     Raises:
         TypeError: it is no object that can be called and weakly referred to.
