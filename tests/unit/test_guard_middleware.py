@@ -160,6 +160,25 @@ def test_while_it_drains_every_arrival_is_served_and_asked_to_close_its_connecti
     assert client.get("/").headers["connection"] == "keep-alive"
 
 
+def test_a_fault_of_the_gates_own_is_said_and_reaches_no_request(caplog):
+    server = Server([Route("/", lambda request: PlainTextResponse("hello"))])
+    gate, client = server.guard.gate, TestClient(server.app)
+    server.guard.start = lambda server=None: 1 / 0
+    gate.arrival_limit = None  # whatever a fault may be
+    gate.close()
+    gate.recent = None
+    assert client.get("/").text == "hello"
+    with server.guard.request():
+        assert gate.in_flight == 1
+    gate.shut = True
+    assert client.get("/").status_code == 503, "even so nobody touches what is not there"
+    assert gate.in_flight == 0
+    assert [line for line in caplog.messages if "the guard's" in line] == [
+        "torchmem: the guard's start failed: ZeroDivisionError('division by zero')",
+        "torchmem: the guard's gate failed: TypeError(\"unsupported operand type(s) for +: 'float' and 'NoneType'\")",
+    ]
+
+
 def test_http_2_has_no_such_header():
     server = Server()
     server.drain()

@@ -89,9 +89,13 @@ class Gate:
     """Open, closed, or shut: closed one lets an arrival pass that has waited for its limit, shut one refuses
     it, because something that it would touch is not there."""
 
-    def __init__(self, arrival_limit: float = 30.0) -> None:
-        """``arrival_limit`` is the longest that an arrival waits, in seconds."""
+    def __init__(
+        self, arrival_limit: float = 30.0, fault: Callable[[Exception], object] = lambda _: None
+    ) -> None:
+        """``arrival_limit`` is the longest that an arrival waits, in seconds; ``fault`` is told of an error of
+        the gate's own, which no arrival hears of."""
         self.arrival_limit = arrival_limit
+        self._fault = fault
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -123,6 +127,15 @@ class Gate:
 
         False where it must be refused. It waits no longer than ``arrival_limit``.
         """
+        try:
+            return await self._wait(lane)
+        except Exception as error:  # whatever it is, the request is not to blame
+            self._fault(error)
+            passes = not (self.closed and self.shut)
+            lane.count += passes
+            return passes
+
+    async def _wait(self, lane: Lane) -> bool:
         until = monotonic() + self.arrival_limit
         self.held += 1
         while True:
@@ -141,11 +154,14 @@ class Gate:
     @contextmanager
     def passing(self) -> Generator[bool]:
         """An arrival on the calling thread, counted until the block ends; False where it must be refused."""
-        until = monotonic() + self.arrival_limit
         with self._threads:
             if self.closed:
                 self.held += 1
-                self._threads.wait_for(lambda: self.refuses or not self.closed, max(0.0, until - monotonic()))
+                try:
+                    limit = max(0.0, self.arrival_limit)
+                    self._threads.wait_for(lambda: self.refuses or not self.closed, limit)
+                except Exception as error:  # whatever it is, the request is not to blame
+                    self._fault(error)
             self._in_threads += 1  # first count, then look
             passes = not (self.closed and self.shut)
             self._in_threads -= not passes

@@ -76,7 +76,10 @@ class MemoryGuardMiddleware:
 
             def sending(message: Message) -> Awaitable[None]:
                 if guard.closing and message["type"] == "http.response.start":
-                    message = _closing(message, scope)
+                    try:
+                        message = _closing(message, scope)
+                    except Exception as error:
+                        guard.failed("response", error)
                 return send(message)
 
             await self._app(scope, receive, sending)
@@ -85,7 +88,10 @@ class MemoryGuardMiddleware:
 
     def _first(self, scope: Scope) -> Lane:
         """The first on its thread, or after one on another."""
-        self._guard.start(scope.get("server"))
+        try:
+            self._guard.start(scope.get("server"))
+        except Exception as error:  # whatever it is, the request is not to blame
+            self._guard.failed("start", error)
         return self._gate.lane()
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -135,7 +135,7 @@ class MemoryGuard:
         self._alone: Rooms | None = None
         self._server: tuple[str, int | None] | None = None
         self._figures = Figures()
-        self.gate = Gate(arrival_limit)
+        self.gate = Gate(arrival_limit, self._gate_failed)
         self._teller = Teller(self._figures_now, tracer_provider, meter_provider, logger_provider)
         self._said_sick: bool | None = None
         self._begin()
@@ -532,7 +532,7 @@ class MemoryGuard:
                 return judged(policy(readings), readings.at)
             return judged(self._given.call("policy", lambda: policy(readings)), readings.at)
         except Exception as error:
-            self._say(f"policy {type(error).__name__}", "the guard's policy failed: %r", error)
+            self.failed("policy", error)
             return Verdict(None)
 
     def _note(self, step: str, began: float, before: Readings | None, after: Readings | None) -> None:
@@ -575,8 +575,15 @@ class MemoryGuard:
         try:
             return act(*arguments)
         except Exception as error:
-            self._say(f"{what} {type(error).__name__}", f"the guard's {what} failed: %r", error)
+            self.failed(what, error)
             return None
+
+    def _gate_failed(self, error: Exception) -> None:
+        self.failed("gate", error)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Say once that something of the guard's own failed, and that it goes on without."""
+        self._say(f"{what} {type(error).__name__}", f"the guard's {what} failed: %r", error)
 
     def _say(self, key: str, message: str, *arguments: object, level: int = logging.WARNING) -> None:
         self._rooms().telemetry.say_once(f"guard {key}", f"torchmem: {message}", *arguments, level=level)
