@@ -32,6 +32,8 @@ OUTAGE_S = float(os.environ.get("OUTAGE_SECONDS") or 6)
 CALM_S = min(OUTAGE_S / 2, 10)
 # A refused gRPC connection is tried again after growing pauses; beside it, an export and a scrape.
 BACK_S = 15
+# The four of them, one after the other, are the setup of the first test.
+pytestmark = pytest.mark.timeout(300 + 10 * OUTAGE_S)
 KILLED, HANGS, REFUSES, AWAY = OUTAGES = (
     "the collector is killed",
     "the collector hangs",
