@@ -13,6 +13,7 @@ from together import Together
 
 from opentelemetry_instrumentation_torchmem import compaction
 from opentelemetry_instrumentation_torchmem.compaction import REFUSALS, Compaction, HostMemory
+from opentelemetry_instrumentation_torchmem.compaction.kept import REGISTER
 
 pytestmark = pytest.mark.needs_emulation
 
@@ -424,6 +425,21 @@ def without_a_storage():
     return [Opaque()]
 
 
+def a_generator():
+    return (each for each in weights(3 * MIB))
+
+
+def an_optimizer():
+    import torch
+
+    return torch.optim.SGD(weights(3 * MIB))
+
+
+def a_text():
+    weights(MIB)
+    return "x"
+
+
 def on_the_cpu():
     import torch
 
@@ -460,6 +476,9 @@ CASES = {
     "shared_memory": (both_over_dlpack, None),
     "no_storage": (without_a_storage, None),
     "nothing": (on_the_cpu, None),
+    "not_understood, a generator": (a_generator, None),
+    "not_understood, an optimizer": (an_optimizer, None),
+    "not_understood, a text": (a_text, None),
     "host_memory": (plain, little_host_memory),
     "host_memory unknown": (plain, unknown_host_memory),
     "private_pools of a graph": (in_a_graphs_pool, None),
@@ -473,7 +492,8 @@ def refuses(case: str) -> dict:
 
     things, host = CASES[case]
     given = things()
-    tensors = list(given.parameters()) if isinstance(given, torch.nn.Module) else list(given)
+    tensors = list(given.parameters()) if isinstance(given, torch.nn.Module) else []
+    tensors = list(given) if isinstance(given, (list, torch.nn.ParameterList)) else tensors
     tensors = [each for each in tensors if type(each) in (torch.Tensor, torch.nn.Parameter)]
     before = [digest(each) for each in tensors], [each.data_ptr() for each in tensors]
     frees = control.count("cudaFree")
@@ -552,7 +572,8 @@ def gone():
         digest(each) == value for each, value, is_there in zip(model, before, there, strict=True) if is_there
     ]
     told = {"missing": outcome.missing, "refused": outcome.refused, "there": there, "intact": all(intact)}
-    told |= {"bytes": compact.missing, "again": compact().reason, "won": outcome.won}
+    again = compact()
+    told |= {"bytes": compact.missing, "again": again.reason, "still out": again.missing, "won": outcome.won}
     still = compact.bring_back()
     told["still"] = still.missing is not None
     control.external_free(0, taken[0])
@@ -570,6 +591,7 @@ def test_what_finds_no_memory_on_the_way_back_is_kept_on_the_host_until_there_is
     assert got["missing"].startswith(f"{out:,} bytes are in host memory alone: OutOfMemoryError")
     assert (got["refused"], got["intact"], got["won"]) == (None, True, None)
     assert got["again"] == "busy"
+    assert got["still out"] == f"{out:,} bytes are in host memory alone"
     assert got["still"]
     assert (got["back"], got["same"], got["last"]) == (None, True, None)
 
@@ -635,7 +657,7 @@ def faulty(call: str, nth: int) -> str:
         again = compact.bring_back()
         if again.missing:  # a call that failed has left the allocator broken: what is out is on the host
             came = "kept"
-            out = {id(kept.found.storage): kept.host for kept in compact._kept}
+            out = {id(kept.found.storage): kept.host for kept in REGISTER.copies}
             for each, value in zip(everything, before, strict=True):
                 host = out.get(id(each.untyped_storage()))
                 assert digest(each if host is None else host) == value
@@ -686,7 +708,10 @@ class Traced:
         self.lines = []
 
         def trace(frame, event, _):
-            if not frame.f_code.co_filename.startswith(place):
+            file = frame.f_code.co_filename
+            if not file.startswith(place) or file.endswith(
+                "apart.py"
+            ):  # what only starts and ends the thread
                 return None
             if event == "line":
                 self.lines.append((Path(frame.f_code.co_filename).name, frame.f_lineno))
@@ -734,6 +759,136 @@ def test_no_tensor_is_lost_when_any_line_of_it_raises(gpu, mode):
     assert got["lines"] > 100
     assert got["refused"] > 100
     assert got["moved"] > 20
+
+
+def all_taken():
+    """No memory is to be had until it is called."""
+    import torch
+    from emulator import control
+
+    clear, taken = torch.cuda.empty_cache, []
+
+    def cleared():
+        clear()
+        free, _ = torch.cuda.mem_get_info()
+        if not taken and not torch.cuda.memory_allocated():
+            taken.append(free)
+            control.external_malloc(0, free)
+
+    torch.cuda.empty_cache = cleared
+
+    def given_back():
+        control.external_free(0, taken[0])
+        torch.cuda.empty_cache = clear
+
+    return given_back
+
+
+@in_modes(*MODES)
+def let_go():
+    """Nobody keeps the compaction whose memory is missing."""
+    import gc
+
+    model = weights(60 * MIB, 5 * MIB)
+    before = [digest(each) for each in model]
+    given_back = all_taken()
+    outcome = Compaction(model)()
+    gc.collect()
+    told = {"missing": outcome.missing, "bytes": Compaction(model).missing}
+    given_back()
+    told["back"] = [Compaction(model).bring_back().missing, [digest(each) for each in model] == before]
+    given_back = all_taken()
+    outcome = Compaction(model)()
+    gc.collect()
+    given_back()
+    told["by its outcome"] = [outcome.bring_back().missing, [digest(each) for each in model] == before]
+    given_back = all_taken()
+    Compaction(model)()
+    given_back()
+    again = Compaction(model)()
+    told["by the next"] = [again.refused, again.missing, [digest(each) for each in model] == before]
+    told["moved"] = again.moved
+    return told
+
+
+@in_each_mode
+def test_what_is_missing_outlives_the_compaction_and_any_other_brings_it_back(gpu, mode):
+    got = together[mode](gpu, let_go)
+    assert got["missing"].startswith(f"{65 * MIB:,} bytes are in host memory alone: OutOfMemoryError")
+    assert (got["bytes"], got["moved"]) == (65 * MIB, 65 * MIB)
+    assert (got["back"], got["by its outcome"]) == ([None, True], [None, True])
+    assert got["by the next"] == [None, None, True]
+
+
+@in_modes(*MODES)
+def four_objects():
+    """Four threads, each with a compaction of its own, over the same weights."""
+    model = weights(*(5 * MIB,) * 12)
+    before = [digest(each) for each in model]
+    outcomes = []
+    for _ in range(5):
+        threads = [threading.Thread(target=lambda: outcomes.append(Compaction(model)())) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    return {
+        "reasons": sorted({str(each.reason) for each in outcomes}),
+        "missing": [each.missing for each in outcomes if each.missing],
+        "moved": any(each.moved for each in outcomes),
+        "same": [digest(each) for each in model] == before,
+    }
+
+
+@in_each_mode
+def test_four_compactions_of_the_same_weights_at_once_are_one_and_three_refusals(gpu, mode):
+    got = together[mode](gpu, four_objects)
+    assert got == {"reasons": ["None", "busy"], "missing": [], "moved": True, "same": True}
+
+
+@in_modes("native")
+def interrupted():
+    """Ctrl-C, twice, while the thread is in one of its calls of CUDA, wherever that is."""
+    import os
+    import signal
+
+    from emulator import control
+
+    model = weights(40 * MIB, 30 * MIB, 3 * MIB)
+    before = [digest(each) for each in model]
+    told = {}
+    for call in ("cudaMemcpyAsync", "cudaMalloc", "cudaFree"):
+        control.pause(call, 0, 100)
+        over = threading.Event()
+
+        def interrupt(call=call, over=over):
+            left = 2
+            while left and not over.wait(0.01):
+                if control.inside(call):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    left -= 1
+
+        other = threading.Thread(target=interrupt)
+        other.start()
+        try:
+            Compaction(model)()
+            told[call] = "not interrupted"
+        except KeyboardInterrupt:
+            told[call] = [each.untyped_storage().nbytes() for each in model]
+        over.set()
+        other.join()
+        control.forgive()
+        if type(told[call]) is list:
+            told[call].append([digest(each) for each in model] == before)
+    told["next"] = [Compaction(model)().refused, [each.name for each in threading.enumerate()]]
+    return told
+
+
+def test_an_interrupt_is_raised_only_once_the_memory_is_back(gpu):
+    got = together["native"](gpu, interrupted)
+    back = [40 * MIB, 30 * MIB, 3 * MIB, True]
+    calls = ("cudaMemcpyAsync", "cudaMalloc", "cudaFree")
+    assert got == {**dict.fromkeys(calls, back), "next": [None, ["MainThread"]]}
 
 
 @in_modes("native")

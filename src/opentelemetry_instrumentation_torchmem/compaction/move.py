@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,8 +22,10 @@ from ..allocator.snapshot import Limits, analyse
 from ..allocator.source import NATIVE, Source, initialised_torch
 from ..guard.steps import CompactionOutcome
 from ..package import NAME
+from .apart import apart
 from .copies import Copier
 from .host import HostMemory, host_memory
+from .kept import REGISTER, Kept
 from .storages import Found, Home, RefusedError, locate, storages
 
 _logger = logging.getLogger(NAME)
@@ -54,15 +55,9 @@ class Compacted(CompactionOutcome):
     left: int | None = None
     """Live on these devices and not among what was given: it stayed where it was."""
 
-
-@dataclass(slots=True)
-class _Kept:
-    """A storage whose bytes are in host memory."""
-
-    found: Found
-    host: Any
-    out: bool = False
-    """It may have no memory of its own, or not its bytes in it."""
+    def bring_back(self) -> Compacted:
+        """Try again to bring back all that is missing in this process."""
+        return Compaction().bring_back()
 
 
 @dataclass(slots=True)
@@ -76,7 +71,7 @@ class _Work:
     left: int | None = None
     moved: int = 0
     storages: int = 0
-    errors: list[Exception] = field(default_factory=list[Exception])
+    errors: list[BaseException] = field(default_factory=list[BaseException])
 
 
 class Compaction:
@@ -84,7 +79,11 @@ class Compaction:
 
     Tensors, their views, ties and gradients stay the objects that they are, with their values and strides;
     only their addresses change. While it runs **nothing may touch them**: what is out has no memory. It
-    refuses, before anything is moved, what it would break (``REFUSALS``). Calling it never raises.
+    refuses, before anything is moved, what it would break (``REFUSALS``). One runs at a time in a process.
+
+    What cannot come back stays in host memory, and belongs to the process: this object need not be kept,
+    and ``bring_back`` of any other brings it back too. Calling it raises nothing but what interrupts it, as
+    Ctrl-C does, and that once the memory is back, or is told as missing.
 
     Example:
         >>> guard = MemoryGuard(compact=Compaction(model, {"cache": cache}))
@@ -103,43 +102,50 @@ class Compaction:
         self._things = things
         self._host = host
         self._reserve = host_reserve
-        self._kept: list[_Kept] = []
-        """Not back yet."""
-        self._running = threading.Lock()
 
     @property
     def missing(self) -> int:
-        """Bytes that are in host memory alone: what was free on the device is gone."""
-        return sum(kept.found.size for kept in tuple(self._kept) if kept.out)
+        """Bytes of this process that are in host memory alone: what was free on the device is gone."""
+        return REGISTER.missing
 
     def __call__(self) -> Compacted:
-        """Compact now. It takes the time of two copies of all of it."""
+        """Compact now; what is missing comes back first. It takes the time of two copies of all of it."""
         return self._run(self._compact)
 
     def bring_back(self) -> Compacted:
-        """Try again to bring back what is missing, as when its memory is free again."""
+        """Try again to bring back all that is missing in this process, as when its memory is free again."""
         return self._run(self._bring_back)
 
     def _run(self, act: Callable[[_Work], None]) -> Compacted:
         began = perf_counter()
-        if not self._running.acquire(blocking=False):
-            return _refusal(RefusedError("busy"))
         try:
             work = _begin()
-            _elsewhere(act, work)
-            if self._kept:  # once more: what could not come back before the others may fit now
-                _elsewhere(self._bring_back, work)
+            if not apart(lambda: self._move(act, work), REGISTER.alone):
+                return Compacted(refused=str(RefusedError("busy")), reason="busy")
             return self._outcome(work, perf_counter() - began)
         except RefusedError as error:
             return _refusal(error)
         except Exception as error:  # a fault of this package's, before or after anything was moved
             return _refusal(RefusedError("failed", _in_brief(error)))
-        finally:
-            self._running.release()
+        except BaseException:
+            if self.missing:
+                _logger.warning("torchmem: after an interrupted compaction: %s", _missing(self.missing))
+            raise
+
+    def _move(self, act: Callable[[_Work], None], work: _Work) -> None:
+        for step in (act, self._bring_back):  # what could not come back before the others may fit now
+            try:
+                with work.torch.no_grad():
+                    step(work)
+            except BaseException as error:  # noqa: PERF203 - nobody but this thread's caller is to see it
+                work.errors.append(error)
 
     def _compact(self, work: _Work) -> None:
-        if self._kept:
-            raise RefusedError("busy")
+        if REGISTER.copies:
+            self._bring_back(work)
+            if REGISTER.copies:
+                raise RefusedError("busy")
+            work.moved = work.storages = 0
         torch = work.torch
         _check_graphs(torch)
         found = locate(storages(self._things, torch), work.source.snapshot()["segments"])
@@ -154,7 +160,7 @@ class Compaction:
         allocated = sum(work.source.read(device).allocated or 0 for device in work.devices)
         work.left = allocated - sum(each.block for each in found)
         copies = _copied_out(found, torch)
-        self._kept = copies  # from here on nothing raises that leaves a byte nowhere
+        REGISTER.copies = copies  # from here on nothing raises that leaves a byte nowhere
         for kept in copies:
             kept.out = True
             kept.found.storage.resize_(0)
@@ -172,15 +178,17 @@ class Compaction:
             )
 
     def _bring_back(self, work: _Work) -> None:
-        self._kept = [kept for kept in self._kept if kept.out]
-        work.devices = work.devices or sorted({kept.found.home.device for kept in self._kept})
+        REGISTER.copies = [kept for kept in REGISTER.copies if kept.out]
+        if not REGISTER.copies:
+            return
+        work.devices = work.devices or sorted({kept.found.home.device for kept in REGISTER.copies})
         work.torch.cuda.empty_cache()  # if it fails, what the allocator hands out may be no memory
         copier = Copier(work.torch)
-        for home, some in groupby(sorted(self._kept, key=_order), key=_home):
+        for home, some in groupby(sorted(REGISTER.copies, key=_order), key=_home):
             with _at(home, work.torch):
                 self._bring_home(list(some), copier, work)
 
-    def _bring_home(self, waiting: Sequence[_Kept], copier: Copier, work: _Work) -> None:
+    def _bring_home(self, waiting: Sequence[Kept], copier: Copier, work: _Work) -> None:
         """Those of one place, the largest first: at first those that fill a segment of their own."""
         rules = Rules.of(work.source.settings())
         filling = [kept for kept in waiting if rules.asked(_rounded(kept)) == _rounded(kept)]
@@ -196,7 +204,7 @@ class Compaction:
                 except Exception as error:  # noqa: PERF203 - it stays kept
                     work.errors.append(error)
                 else:
-                    self._kept = [each for each in self._kept if each is not kept]
+                    REGISTER.drop(kept)
                     work.moved += kept.found.size
                     work.storages += 1
 
@@ -218,7 +226,7 @@ class Compaction:
         return Compacted(
             moved=work.moved,
             won=None if work.before is None or after is None else after - work.before,
-            missing=f"{self.missing:,} bytes are in host memory alone: {error}" if self.missing else None,
+            missing=f"{_missing(self.missing)}: {error}" if self.missing else None,
             unseen=UNSEEN,
             storages=work.storages,
             seconds=seconds,
@@ -238,27 +246,18 @@ def _begin() -> _Work:
     return _Work(torch, source)
 
 
-def _elsewhere(act: Callable[[_Work], None], work: _Work) -> None:
-    """On a thread of its own, where no pool is in use, no stream chosen, and no mode or default is set."""
-
-    def noting() -> None:
-        try:
-            with work.torch.no_grad():
-                act(work)
-        except Exception as error:
-            work.errors.append(error)
-
-    thread = threading.Thread(target=noting, name="torchmem-compaction")
-    thread.start()
-    thread.join()
-
-
-def _in_brief(error: Exception) -> str:
+def _in_brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:200].partition('. ')[0]}"
 
 
 def _refusal(error: RefusedError) -> Compacted:
-    return Compacted(refused=str(error), reason=error.reason)
+    missing = REGISTER.missing
+    told = _missing(missing) if missing else None
+    return Compacted(refused=str(error), reason=error.reason, missing=told)
+
+
+def _missing(size: int) -> str:
+    return f"{size:,} bytes are in host memory alone"
 
 
 def _check_graphs(torch: Any) -> None:
@@ -270,13 +269,13 @@ def _check_graphs(torch: Any) -> None:
             raise RefusedError("captured_graphs", f"{alive}; reset and delete them first")
 
 
-def _copied_out(found: Sequence[Found], torch: Any) -> list[_Kept]:
+def _copied_out(found: Sequence[Found], torch: Any) -> list[Kept]:
     try:
         copier = Copier(torch)
-        kept: list[_Kept] = []
+        kept: list[Kept] = []
         for each in found:
             with _at(each.home, torch):
-                kept.append(_Kept(each, copier.to_host(each.storage, each.size)))
+                kept.append(Kept(each, copier.to_host(each.storage, each.size)))
     except Exception as error:
         raise RefusedError("failed", _in_brief(error)) from error
     return kept
@@ -289,7 +288,7 @@ def _at(home: Home, torch: Any) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.ExternalStream(home.stream, device=home.device))
 
 
-def _make_room(waiting: Sequence[_Kept], rules: Rules, work: _Work) -> None:
+def _make_room(waiting: Sequence[Kept], rules: Rules, work: _Work) -> None:
     """One segment for all that would leave a rest in segments of their own, on the current stream.
 
     Only where a block may be split at will, and memory is not mapped in pages anyway.
@@ -307,21 +306,23 @@ def _make_room(waiting: Sequence[_Kept], rules: Rules, work: _Work) -> None:
         torch.empty(room, dtype=torch.uint8, device=f"cuda:{device}")  # freed at once, and kept by the cache
 
 
-def _rounded(kept: _Kept) -> int:
+def _rounded(kept: Kept) -> int:
     return -(-kept.found.size // _STEP) * _STEP
 
 
-def _order(kept: _Kept) -> tuple[Home, int]:
+def _order(kept: Kept) -> tuple[Home, int]:
     return kept.found.home, -kept.found.size
 
 
-def _home(kept: _Kept) -> Home:
+def _home(kept: Kept) -> Home:
     return kept.found.home
 
 
 def _headroom(work: _Work) -> int | None:
     """Of the devices concerned, in sum; None where it cannot be told."""
     source = work.source
+    if not work.devices:
+        return None
     limits: dict[int, Limits] = {}
     for device in work.devices:
         limits[device] = Limits(

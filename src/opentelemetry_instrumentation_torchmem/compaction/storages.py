@@ -16,6 +16,7 @@ _COMPONENTS = {
     "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
 }
 """A sparse layout -> the methods that give the tensors it is made of."""
+_SEQUENCES = (list, tuple, set, frozenset)
 _DEEP = 4
 """How deep lists, tuples and dicts in a module's attributes are looked into."""
 
@@ -23,6 +24,7 @@ REFUSALS: Mapping[str, str] = {
     "not_initialised": "CUDA is not initialised in this process",
     "backend": "only the native caching allocator gives memory back and takes it anew",
     "busy": "another compaction is under way, or has left memory that is not back",
+    "not_understood": "it takes modules, tensors, and lists, tuples, sets and dicts of them",
     "nothing": "none of it holds memory on a GPU",
     "captured_graphs": "CUDA graphs are alive, and replay the addresses that they were captured with",
     "private_pools": "it lies in the pool of a CUDA graph or in a MemPool, where it would not come back to",
@@ -68,8 +70,14 @@ def tensors(things: Iterable[object], torch: Any) -> Iterator[Any]:
     """Every tensor of modules, tensors, and lists, tuples, sets and dicts of them.
 
     Of a module: parameters with their gradients, buffers, and the tensors in its other attributes.
+
+    Raises:
+        RefusedError: one of the things is something else.
     """
-    for thing in things:
+    understood = (torch.Tensor, torch.nn.Module, dict, *_SEQUENCES)
+    for number, thing in enumerate(things, 1):
+        if not isinstance(thing, understood):
+            raise RefusedError("not_understood", f"argument {number} is {_kind(thing)}")
         yield from _in(thing, torch, _DEEP)
 
 
@@ -91,14 +99,22 @@ def _in(thing: object, torch: Any, deep: int, *, of_module: bool = False) -> Ite
 def _contents(thing: object) -> Sequence[object]:
     if isinstance(thing, dict):
         return list(cast("dict[object, object]", thing).values())
-    return list(cast("list[object]", thing)) if isinstance(thing, (list, tuple, set, frozenset)) else ()
+    return list(cast("list[object]", thing)) if isinstance(thing, _SEQUENCES) else ()
+
+
+def _kind(thing: object) -> str:
+    return (
+        "an optimizer: give its state_dict()"
+        if hasattr(thing, "param_groups")
+        else f"of type {type(thing).__name__}"
+    )
 
 
 def storages(things: Iterable[object], torch: Any) -> list[Any]:
     """The storages on GPUs under all of it, each once; one that is empty is none.
 
     Raises:
-        RefusedError: a tensor does not tell its storage.
+        RefusedError: a tensor does not tell its storage, or one of the things is none of these.
     """
     found: dict[int, Any] = {}
     for tensor in tensors(things, torch):
