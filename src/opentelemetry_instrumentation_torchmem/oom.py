@@ -29,8 +29,8 @@ from .allocator.recorder import Brief, in_brief, thinned
 from .allocator.rules import LARGE, Rules
 from .allocator.sampler import Sampler
 from .allocator.settings import AllocatorSettings, settings_at
-from .allocator.snapshot import DeviceMap, Limits, PoolOn, analyse
-from .allocator.source import NATIVE, Device, attach_oom_observer, initialised_torch, when_initialised
+from .allocator.snapshot import DEFAULT_POOL, DeviceMap, Limits, PoolId, PoolOn, analyse
+from .allocator.source import NATIVE, Device, Source, attach_oom_observer, initialised_torch, when_initialised
 from .allocator.state import DeviceState
 from .allocator.verdict import (
     REFUSED,
@@ -52,6 +52,8 @@ SHARE = 0.01
 """Of one core's time that examining a device takes, at most: after a costly one the next is later."""
 READINGS, LOOK_BACK = 16, 300.0
 """How many of the readings before an error are told, and of how many seconds."""
+TENTH = 10
+"""Of the device: if others hold less than that, it is not worth a word."""
 REQUESTS = 16
 """How many of the requests in flight are told, those first that grew most."""
 
@@ -59,6 +61,8 @@ Attributes = dict[str, Any]
 T = TypeVar("T")
 DEFAULT_STREAM = 0
 """As a snapshot's segments name it."""
+_NO_POOL: PoolId = (-1, -1)
+"""One that holds nothing."""
 
 
 class InFlight(NamedTuple):
@@ -106,7 +110,9 @@ class Evidence:
             said += f" of {_size(failure.total)}"
         said += f". {VERDICTS[self.verdict].rstrip('.')}{_figures(self.verdict, failure)}."
         if self.capturing:
-            said += " A graph was being captured: the allocator could not flush its cache."
+            said += " A graph was being captured: the allocator could not flush its cache"
+            kept = None if self.map is None else self.map.releasable
+            said += f", {_size(kept.least)}." if kept is not None and kept.least else "."
         if self.more:
             said += f" {self.more} more since the last one that was examined."
         return said
@@ -165,17 +171,22 @@ def _figures(verdict: str, failure: Failure) -> str:
         return f" ({_size(failure.reserved or 0)} held, {_size(failure.allowed)} allowed)"
     if blocks is None:
         return ""
+    if verdict == "pending_frees" and blocks.pending > blocks.largest:
+        return f" (the largest free block will be {_size(blocks.pending)})"
     if verdict in ("pending_frees", "changed_meanwhile"):
         return f" (the largest free block is {_size(blocks.largest)} now)"
     if verdict == "private_pools":
-        return f" ({_size(blocks.private_pools)})"
+        shared = f", and {_size(blocks.default_pool)} in the default pool" if blocks.default_pool else ""
+        return f" ({_size(blocks.private_pools)}{shared})"
     if verdict == "another_stream":
-        return f" ({_size(blocks.other_streams)})"
+        return f" ({_size(blocks.largest_elsewhere)})"
     if verdict == "fragmented":
-        held = blocks.own + blocks.other_streams + blocks.private_pools
+        held = blocks.own + blocks.other_streams + blocks.elsewhere
         return f" ({_size(held)} held and free, the largest block of use {_size(blocks.largest)})"
     if verdict == "outside_pytorch" and failure.external is not None and failure.baseline is not None:
-        return f" ({_size(failure.external - failure.baseline)} more than at the least)"
+        return f" ({_size(failure.external - failure.baseline)} more than at the least seen)"
+    if verdict == "full" and failure.external and failure.external * TENTH >= (failure.total or 0):
+        return f" (others hold {_size(failure.external)} of the device)"
     return ""
 
 
@@ -208,6 +219,10 @@ def _none_yet() -> dict[str, int]:
     return {found: 0 for found in VERDICTS if found != REFUSED}
 
 
+def _none_in_force(_: int) -> PoolId | None:
+    return None
+
+
 class _Storm:
     """What was seen on one device."""
 
@@ -234,7 +249,9 @@ class OomWatch:
         dumps: DumpDirectory | None = None,
         in_flight: Callable[[], Sequence[tuple[str, float, Sequence[AllocatorReading]]]] = list,
         live_pools: Callable[[], Collection[PoolOn]] = tuple,
+        pool_in_force: Callable[[int], PoolId | None] = _none_in_force,
     ) -> None:
+        self._pool_in_force = pool_in_force
         self._sampler = sampler
         self._requests = in_flight
         self._live_pools = live_pools
@@ -389,6 +406,7 @@ class OomWatch:
             fraction = 1.0 if given[1] >= driver.total else (given[1] + 0.5) / driver.total
         free = given[2] if given is not None else None if driver is None else driver.free
         device_map = failure = None
+        live_pools: Collection[PoolOn] = ()
         if snapshot is not None and settings is not None and stream is not None and reading is not None:
             known_driver = None if driver is None or free is None else DriverMemory(free, driver.total)
             limits = Limits(known_driver, fraction, reading.reserved)
@@ -401,6 +419,7 @@ class OomWatch:
                 later = device_map
             if later is not None:
                 self._sampler.take_over(later, reading)
+        pools = attempt(self._pools_in_force, source, device_map, stream, live_pools) or (DEFAULT_POOL,)
         requests = attempt(self._in_flight, device, reading) or ()
         if given is not None:
             failure = Failure(
@@ -409,7 +428,7 @@ class OomWatch:
                 total=None if driver is None else driver.total,
                 allowed=given[1],
                 reserved=None if reading is None else reading.reserved,
-                blocks=attempt(_blocks, device_map, settings, stream, given[0]),
+                blocks=attempt(_blocks, device_map, settings, stream, given[0], pools),
                 free_now=None if driver is None else driver.free,
                 pending_before=_pending_before(before, reading),
                 alone=len(requests) == 1,
@@ -432,6 +451,30 @@ class OomWatch:
             more=more,
             dump=self._dump(snapshot),
         )
+
+    def _pools_in_force(
+        self,
+        source: Source,
+        device_map: DeviceMap | None,
+        stream: int | None,
+        live_pools: Collection[PoolOn],
+    ) -> Collection[PoolId]:
+        """The pools that serve the failing thread: with its stream captured, that of the graph, which has no
+        owner before the capture has ended."""
+        if device_map is None:
+            return ()
+        entered = self._pool_in_force(device_map.device)
+        if entered is not None:
+            return (entered,)
+        if not source.is_capturing():
+            return ()
+        return {
+            place.pool
+            for place in device_map.places
+            if place.pool not in (None, DEFAULT_POOL)
+            and place.stream == stream
+            and (device_map.device, place.pool) not in live_pools
+        } or (_NO_POOL,)
 
     def _recent(self, device: int, at: float) -> Sequence[Brief]:
         """What is known of the time before the flush, the latest reading of all among it."""
@@ -501,7 +544,11 @@ def _page(settings: AllocatorSettings | None) -> int:
 
 
 def _blocks(
-    device_map: DeviceMap | None, settings: AllocatorSettings | None, stream: int | None, asked: int
+    device_map: DeviceMap | None,
+    settings: AllocatorSettings | None,
+    stream: int | None,
+    asked: int,
+    pools: Collection[PoolId],
 ) -> FreeBlocks | None:
     if device_map is None or settings is None or stream is None:
         return None
@@ -510,7 +557,12 @@ def _blocks(
     rules = Rules.of(settings)
     below = usable_below(asked, rules.page(LARGE), rules.max_split, rules.non_split_rounding)
     return free_blocks(
-        device_map.places, stream, kind_of(asked), below=below, expandable=settings.expandable_segments
+        device_map.places,
+        stream,
+        kind_of(asked),
+        pools=pools,
+        below=below,
+        expandable=settings.expandable_segments,
     )
 
 

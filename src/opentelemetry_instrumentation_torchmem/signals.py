@@ -138,8 +138,8 @@ STATE = Attribute(
     members={
         "allocated": "In tensors.",
         "pending_free": "Freed, but a recorded stream has not been seen to be done with it.",
-        "split_free": "Free, but trapped: in partly used segments, or in the pools of CUDA graphs and MemPools "
-        "that live.",
+        "split_free": "Free, but trapped: in partly used segments, or in the pools of live CUDA graphs and "
+        "MemPools.",
         "cached_free": "Wholly free segments: empty_cache, or the allocator's own retry, returns them.",
         "cached": "split_free and cached_free together, where a reading cannot tell them apart.",
         "external": "In use on the device and not held by this process's allocator: the CUDA context, "
@@ -263,8 +263,8 @@ FRAGMENTATION = Attribute(
     "The trapped share of what is held when the call ended.",
     "double",
     examples=(0.12,),
-    required="when it can be known: not under expandable segments, nor while a CUDA graph or a MemPool lives, "
-    "whose free memory a reading does not count",
+    required="when it can be known: not under expandable segments, nor while a CUDA graph or a MemPool "
+    "lives, whose free memory a reading does not count",
 )
 RESERVED_BY_DEVICE = Attribute(
     "torch.memory.reserved.delta_by_device",

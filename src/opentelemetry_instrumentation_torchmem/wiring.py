@@ -101,6 +101,7 @@ class Wiring:
             _dumps(config),
             in_flight=self._in_flight,
             live_pools=self._live_pools,
+            pool_in_force=self._pools.in_force,
         )
         self._requests = Requests(
             get_tracer(NAME, __version__, tracer_provider),

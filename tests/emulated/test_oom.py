@@ -173,7 +173,25 @@ def split(stream=None, segments: int = 20) -> list:
     return [first for first, *_ in pairs]
 
 
+def hole(stream=None) -> list:
+    """12 of 360 MiB in use."""
+    whole = take(360 * MIB, stream)
+    del whole
+    return [take(12 * MIB, stream)]
+
+
 def held_by_another_stream() -> dict:
+    import torch
+
+    watched = Watched()
+    kept = hole(torch.cuda.Stream())
+    filler = take(424 * MIB)
+    event = verdict_of(watched, 300 * MIB)
+    return event | {"kept": len(kept) + filler.numel()}
+
+
+def fragmented_on_another_stream() -> dict:
+    """No block there that would have served it either."""
     import torch
 
     watched = Watched()
@@ -181,6 +199,66 @@ def held_by_another_stream() -> dict:
     filler = take(424 * MIB)
     event = verdict_of(watched, 300 * MIB)
     return event | {"kept": len(kept) + filler.numel()}
+
+
+def too_little_beside_a_large_neighbour() -> dict:
+    from emulator import control
+
+    control.external_malloc(0, 300 * MIB)
+    watched = Watched()
+    kept = take(200 * MIB)
+    watched.exported.collect()
+    event = verdict_of(watched, 600 * MIB)
+    return event | {"kept": kept.numel()}
+
+
+def inside_a_pool() -> dict:
+    import torch
+
+    watched = Watched()
+    pool, other = torch.cuda.MemPool(), torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(other):
+        take(50 * MIB)
+    with torch.cuda.use_mem_pool(pool):
+        blocks = [take(100 * MIB) for _ in range(6)]
+        with torch.cuda.use_mem_pool(other), contextlib.suppress(ZeroDivisionError):
+            raise ZeroDivisionError
+        del blocks[1:]
+        event = verdict_of(watched, 450 * MIB)
+    return event | {"pools": [str(pool.id), str(other.id)]}
+
+
+def inside_an_empty_pool() -> dict:
+    """What keeps it from memory is another pool's."""
+    import torch
+
+    watched = Watched()
+    pool, other = torch.cuda.MemPool(), torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(other):
+        take(600 * MIB)
+    with torch.cuda.use_mem_pool(pool):
+        event = verdict_of(watched, 500 * MIB)
+    return event | {"pools": [str(pool.id), str(other.id)]}
+
+
+def pending_elsewhere_during_a_capture() -> dict:
+    """It is not for the graph, whatever becomes of it."""
+    import torch
+    from emulator import control
+
+    watched = Watched()
+    side = torch.cuda.Stream()
+    freed, graph = take(700 * MIB), torch.cuda.CUDAGraph()
+    control.hold(side)
+    freed.record_stream(side)
+    del freed
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        event = verdict_of(watched, 500 * MIB)
+        control.release()
+        fail(500 * MIB)  # nor now
+        graph.capture_end()
+    return event
 
 
 def fragmented() -> dict:
@@ -191,12 +269,12 @@ def fragmented() -> dict:
     return event | {"kept": len(kept) + filler.numel()}
 
 
-def fragmented_for_another_stream() -> dict:
+def held_for_another_stream() -> dict:
     """The failing thread's stream is not the default one: what is free on the default one is another's."""
     import torch
 
     watched = Watched()
-    kept = split()
+    kept = hole()
     side = torch.cuda.Stream()
     filler = take(424 * MIB)
     event = verdict_of(watched, 300 * MIB, side)
@@ -278,8 +356,25 @@ EXPECTED = [
     (with_pending_frees, (False,), "pending_frees", "Pending frees", "largest free block is 12.0 MiB now"),
     (held_by_a_pool, (), "private_pools", "Held by private pools", "(600.0 MiB)"),
     (held_by_a_graph, (), "private_pools", "Held by private pools", "(600.0 MiB)"),
-    (held_by_another_stream, (), "another_stream", "Held by another stream", "(360.0 MiB)"),
-    (fragmented_for_another_stream, (), "another_stream", "Held by another stream", "(360.0 MiB)"),
+    (held_by_another_stream, (), "another_stream", "Held by another stream", "(348.0 MiB)"),
+    (held_for_another_stream, (), "another_stream", "Held by another stream", "(348.0 MiB)"),
+    (fragmented_on_another_stream, (), "fragmented", "Fragmented", "(360.0 MiB held and free, the largest"),
+    (
+        inside_a_pool,
+        (),
+        "fragmented",
+        "Fragmented",
+        "(550.0 MiB held and free, the largest block of use 100.0",
+    ),
+    (inside_an_empty_pool, (), "private_pools", "in other pools than the request's", "(600.0 MiB)"),
+    (
+        pending_elsewhere_during_a_capture,
+        (),
+        "full",
+        "could not flush its cache, 700.0 MiB",
+        "324.0 MiB free",
+    ),
+    (too_little_beside_a_large_neighbour, (), "full", "Full", "(others hold 300.0 MiB of the device)"),
     (
         fragmented,
         (),
@@ -287,7 +382,13 @@ EXPECTED = [
         "Fragmented",
         "(360.0 MiB held and free, the largest block of use 18.0 MiB)",
     ),
-    (memory_outside, (), "outside_pytorch", "Memory outside PyTorch", "(400.0 MiB more than at the least)"),
+    (
+        memory_outside,
+        (),
+        "outside_pytorch",
+        "Memory outside PyTorch",
+        "(400.0 MiB more than at the least seen)",
+    ),
     (full, (), "full", "Full", "500.0 MiB asked of the driver, 324.0 MiB free of 1.00 GiB"),
     (small_and_full, (), "full", "Full", "2.0 MiB asked of the driver, 0 B free of 1.00 GiB"),
     (changed_meanwhile, (), "changed_meanwhile", "Changed meanwhile", "is 700.0 MiB now"),

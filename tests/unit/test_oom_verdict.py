@@ -60,6 +60,7 @@ def failed(asked=64, free=10, total=1000, allowed=None, reserved=980, blocks=NOT
         (failed(blocks=(63, 63, 0, 0, 0)), "fragmented"),  # an old one, too small
         (failed(blocks=(63, 63, 0, 0, 0), idle_before=62), "changed_meanwhile"),  # it was not there before
         (failed(blocks=(0, 0, 0, 0, 64)), "pending_frees"),  # in a capture they stay pending
+        (failed(blocks=(10, 10, 0, 0, 63)), "full"),  # no such block will be free
         # ... of 20 MiB asked for 1 to 10, a block tells only if it was not there before
         (failed(asked=20, blocks=(5, 5, 0, 0, 0), pending_before=8), "full"),
         (failed(asked=20, blocks=(5, 5, 0, 0, 0), pending_before=8, idle_before=4), "pending_frees"),
@@ -72,7 +73,9 @@ def failed(asked=64, free=10, total=1000, allowed=None, reserved=980, blocks=NOT
         (failed(blocks=(0, 0, 0, 54, 0)), "private_pools"),
         (failed(blocks=(0, 0, 0, 53, 0)), "full"),
         (failed(blocks=(200, 30, 54, 54, 0)), "private_pools"),
-        (failed(blocks=(200, 30, 54, 53, 0)), "another_stream"),
+        (failed(blocks=(0, 0, 0, 10, 0, 0, 44)), "private_pools"),  # with the default pool, for a pool's
+        (failed(blocks=(200, 30, 70, 53, 0, 64)), "another_stream"),
+        (failed(blocks=(200, 30, 70, 53, 0, 63)), "fragmented"),  # no block there either
         (failed(blocks=(54, 30, 53, 0, 0)), "fragmented"),
         (failed(blocks=(18, 18, 18, 18, 0)), "fragmented"),  # none of them alone
         (failed(blocks=(17, 17, 18, 18, 0)), "full"),
@@ -114,23 +117,25 @@ def test_with_max_split_a_block_may_be_too_large_to_serve():
     assert usable_below(64 * MIB, 20 * MIB, 32 * MIB) == 62 * MIB + 512 + 20 * MIB
 
 
-def place(free, *, stream=0, pool=(0, 0), kind="large", expandable=False, pending=0):
-    free = [size * MIB for size in free]
-    return Place(stream, pool, kind, expandable, sum(free), 0, pending * MIB, free)
+def place(free, *, stream=0, pool=(0, 0), kind="large", expandable=False, pending=()):
+    free, pending = [size * MIB for size in free], [size * MIB for size in pending]
+    return Place(stream, pool, kind, expandable, sum(free), 0, sum(pending), free, pending)
 
 
 def test_free_blocks_are_told_apart_by_who_may_use_them():
     places = [
-        place([5, 30]),
+        place([5, 30], pending=[8, 40]),
         place([1], kind="small"),
         place([50], expandable=True),
         place([70], stream=7),
         place([90, 2], pool=(0, 3)),
-        place([11], pool=(4, 0), stream=7, pending=8),
+        place([11], pool=(4, 0), stream=7, pending=[80]),
         place([]),
     ]
     found = free_blocks(places, 0, "large")
-    assert found == FreeBlocks(86 * MIB, 50 * MIB, 70 * MIB, 103 * MIB, 8 * MIB)
+    assert found == FreeBlocks(86 * MIB, 50 * MIB, 70 * MIB, 103 * MIB, 40 * MIB, 70 * MIB)
+    inside = free_blocks(places, 0, "large", pools={(4, 0)})
+    assert inside == FreeBlocks(0, 0, 11 * MIB, 92 * MIB, 0, 11 * MIB, 156 * MIB)
     assert free_blocks(places, 0, "large", expandable=False).largest == 30 * MIB
     assert free_blocks(places, 0, "large", below=50 * MIB).largest == 30 * MIB
     assert free_blocks(places, 0, "small").largest == MIB

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from .snapshot import PoolOn
+from .snapshot import PoolId, PoolOn
 from .source import initialised_torch
 
 
@@ -40,8 +41,8 @@ def _with_subclasses(owner_class: type) -> list[type]:
 
 
 LIVING: set[ref[Any]] = set()
-"""The owners of private pools that are known and live, on any device: while there is one, the statistics may not
-count all that is trapped as split. To be asked at each request."""
+"""The owners of private pools that are known and live, on any device: while there is one, the statistics may
+not count all that is trapped as split. To be asked at each request."""
 
 
 class Owners:
@@ -77,13 +78,21 @@ class Owners:
 
 
 class PoolWatch:
-    """Replaces ``torch.cuda.MemPool.__init__`` by a plain function that notes the pools."""
+    """Replaces ``torch.cuda.MemPool.__init__``, and what ``use_mem_pool`` calls, by plain functions that note
+    the pools."""
 
     def __init__(self) -> None:
         self.suspect = False
         """True for good: a dead pool's segments still go back through its allocator."""
         self._restore: tuple[type, Any] | None = None
         self._made = Owners()
+        self._in_force = threading.local()
+        self._routes: list[tuple[Any, str, Any, Any]] = []
+
+    def in_force(self, device: int) -> PoolId | None:
+        """The pool that ``use_mem_pool`` has the calling thread's requests on a device go to; None: none."""
+        entered: list[PoolOn] = getattr(self._in_force, "entered", [])
+        return next((pool for on, pool in reversed(entered) if on == device), None)
 
     def owned(self) -> set[PoolOn]:
         """The pools that have a ``MemPool`` for an owner for sure; asks the allocator."""
@@ -107,6 +116,9 @@ class PoolWatch:
             older = list(living(pool_class))
             self.suspect = self.suspect or bool(older)
             self._made.note_older(older)
+        self._route(memory, "_cuda_beginAllocateCurrentThreadToPool", self._enters)
+        self._route(memory, "_cuda_beginAllocateToPool", self._enters)
+        self._route(memory, "_cuda_endAllocateToPool", self._leaves)
         original = pool_class.__dict__.get("__init__")
         if original is None:
             return
@@ -121,8 +133,39 @@ class PoolWatch:
         pool_class.__init__ = noted_init
         self._restore = (pool_class, original)
 
+    def _enters(self, device: int, pool: Any) -> None:
+        entered = self._in_force.__dict__.setdefault("entered", [])
+        entered.append((device, tuple(pool)))
+
+    def _leaves(self, device: int, pool: Any) -> None:
+        entered = self._in_force.__dict__.get("entered", [])
+        if (device, tuple(pool)) in entered:
+            entered.reverse()
+            entered.remove((device, tuple(pool)))
+            entered.reverse()
+
+    def _route(self, memory: Any, name: str, note: Callable[[int, Any], None]) -> None:
+        """Have what ``use_mem_pool`` calls note which pool."""
+        original = getattr(memory, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def noted(device: int, pool: Any, *args: Any) -> Any:
+            told = original(device, pool, *args)
+            with suppress(Exception):  # this is the user's call
+                note(device, pool)
+            return told
+
+        setattr(memory, name, noted)
+        self._routes.append((memory, name, noted, original))
+
     def remove(self) -> None:
-        """Put the class's own entry back, unless somebody has wrapped it since."""
+        """Put torch's own entries back, unless somebody has wrapped them since."""
+        for memory, name, noted, original in self._routes:
+            if getattr(memory, name, None) is noted:
+                setattr(memory, name, original)
+        self._routes = []
         if self._restore is None:
             return
         pool_class, original = self._restore

@@ -88,6 +88,8 @@ class Place:
     pending_free: int
     free: Sequence[int]
     """The size of each free block."""
+    after: Sequence[int] = ()
+    """Those of the free blocks that come of pending ones and those beside them."""
 
     @property
     def by_size(self) -> list[tuple[int, int, int]]:
@@ -518,6 +520,7 @@ class _Group:
             self.allocated,
             self.active - self.allocated,
             self.free,
+            self.after,
         )
 
 

@@ -29,7 +29,7 @@ class DeviceState(NamedTuple):
     map_is_current: bool = False
     """Whether nothing has happened between that snapshot and the reading."""
     private_pools: bool = False
-    """Whether some are known to be in use: the reading does not count what is wholly free in them as split."""
+    """Whether some are known to live: the reading does not count what is wholly free in them as split."""
 
     @property
     def fragmentation(self) -> float | None:
@@ -76,8 +76,8 @@ class DeviceState(NamedTuple):
 
     @property
     def _reading_tells(self) -> bool:
-        """Whether ``inactive_split`` is all that is trapped, as far as the last snapshot knows, or without one
-        the process."""
+        """Whether ``inactive_split`` is all that is trapped, as far as the last snapshot knows, or without
+        one the process."""
         idle = self.private_pools if self.map is None else self.map.private_idle
         return self.reading.inactive_split is not None and not idle
 

@@ -7,24 +7,24 @@ a setting, a wait or the end of another user of the memory would have cured come
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from .rules import LARGE, SMALL
-from .snapshot import DEFAULT_POOL, Place
+from .snapshot import DEFAULT_POOL, Place, PoolId
 
 MIB = 1 << 20
 
 VERDICTS: Mapping[str, str] = {
     "fraction": "Over the fraction: the device had enough, the process's memory fraction did not allow it.",
-    "pending_frees": "Pending frees: a block was freed, but a recorded stream was not seen to be done with "
-    "it until the allocator had given up; it would serve the request now.",
+    "pending_frees": "Pending frees: a block was freed that would have served the request, but a recorded "
+    "stream was not seen to be done with it until the allocator had given up.",
     "changed_meanwhile": "Changed meanwhile: the request would fit now; another thread or process freed "
     "memory between the failure and the look at it, or the driver refused what it said was free.",
-    "private_pools": "Held by private pools: free, but in CUDA graphs' pools and MemPools, which serve "
-    "nobody else.",
-    "another_stream": "Held by another stream: free, but in blocks that only the stream they were made on "
-    "may use.",
+    "private_pools": "Held by private pools: free, but in other pools than the request's: those of CUDA "
+    "graphs and MemPools serve only what is made in them, and that gets nothing from elsewhere.",
+    "another_stream": "Held by another stream: free in one block, which only the stream it was made on may "
+    "use.",
     "fragmented": "Fragmented: enough free in all, in no block that is large enough.",
     "outside_pytorch": "Memory outside PyTorch: what others on the device have taken since this process "
     "began would have been enough.",
@@ -43,16 +43,26 @@ class FreeBlocks(NamedTuple):
     """Where the free bytes are that the allocator kept through its last resort, on one device."""
 
     own: int
-    """On the failing thread's stream, in the default pool."""
+    """On the failing thread's stream, in the pool of its requests: the default one, unless it is in one of
+    its own."""
     largest: int
     """The largest block of these that may serve a request of that kind."""
     other_streams: int
-    """On other streams, in the default pool."""
+    """On other streams, in that pool."""
     private_pools: int
-    """In the pools of CUDA graphs and in MemPools."""
+    """In the pools of other CUDA graphs and MemPools."""
     pending: int
-    """Freed, but a recorded stream is not seen to be done with them: only where nothing could be flushed, as
-    during a graph's capture."""
+    """The largest block of its own that there will be when the pending frees have ended: only where nothing
+    could be flushed, as during a graph's capture."""
+    largest_elsewhere: int = 0
+    """The largest block of other streams that might have served a request of that kind."""
+    default_pool: int = 0
+    """In the default pool, where the requests are in one of their own."""
+
+    @property
+    def elsewhere(self) -> int:
+        """In pools that serve no such request."""
+        return self.private_pools + self.default_pool
 
 
 class Failure(NamedTuple):
@@ -117,17 +127,18 @@ def verdict(failure: Failure) -> str:
         return "fraction"
     if blocks is not None and _would_fit(failure, blocks.largest):
         return "pending_frees" if failure.pending_before or failure.alone else "changed_meanwhile"
-    if blocks is not None and blocks.pending and blocks.pending + blocks.own + free >= asked:
+    _, most = sizes(asked, failure.page)
+    if blocks is not None and blocks.pending >= most:
         return "pending_frees"
     if failure.free_now is not None and needed <= failure.free_now and not over:
         return "changed_meanwhile"
     if blocks is None:
         return "unknown"
-    if blocks.private_pools and blocks.private_pools + free >= needed:
+    if blocks.elsewhere and blocks.elsewhere + free >= needed:
         return "private_pools"
-    if blocks.other_streams and blocks.other_streams + free >= needed:
+    if blocks.largest_elsewhere >= most:
         return "another_stream"
-    if blocks.own + blocks.other_streams + blocks.private_pools + free >= asked:
+    if blocks.own + blocks.other_streams + blocks.elsewhere + free >= asked:
         return "fragmented"
     external = failure.external
     grown = 0 if external is None or failure.baseline is None else external - failure.baseline
@@ -182,25 +193,40 @@ def usable_below(asked: int, page: int, max_split: int | None, slack: int = 20 *
 
 
 def free_blocks(
-    places: Iterable[Place], stream: int, kind: str, *, below: int | None = None, expandable: bool = True
+    places: Iterable[Place],
+    stream: int,
+    kind: str,
+    *,
+    pools: Collection[PoolId] = (DEFAULT_POOL,),
+    below: int | None = None,
+    expandable: bool = True,
 ) -> FreeBlocks:
     """Where the free bytes of a device are, by the map of a snapshot, for a request of a kind on a stream.
 
-    Blocks of expandable segments serve a request only while that mode is on.
+    ``pools`` are those that serve it. Blocks of expandable segments serve a request only while that mode is
+    on.
     """
-    own = largest = other_streams = private_pools = pending = 0
+    own = other_streams = private_pools = default_pool = 0
+    largest = pending = elsewhere = 0
+
+    def fitting(sizes: Iterable[int]) -> int:
+        return max((size for size in sizes if below is None or size < below), default=0)
+
     for place in places:
-        pending += place.pending_free
-        if not place.free:
-            continue
         free = sum(place.free)
-        if place.pool != DEFAULT_POOL:
-            private_pools += free
+        serves = place.kind == kind and (expandable or not place.expandable)
+        if place.pool not in pools:
+            if place.pool == DEFAULT_POOL:
+                default_pool += free
+            else:
+                private_pools += free
         elif place.stream != stream:
             other_streams += free
+            if serves:
+                elsewhere = max(elsewhere, fitting(place.free))
         else:
             own += free
-            if place.kind == kind and (expandable or not place.expandable):
-                fitting = (size for size in place.free if below is None or size < below)
-                largest = max(largest, max(fitting, default=0))
-    return FreeBlocks(own, largest, other_streams, private_pools, pending)
+            if serves:
+                largest = max(largest, fitting(place.free))
+                pending = max(pending, fitting(place.after))
+    return FreeBlocks(own, largest, other_streams, private_pools, pending, elsewhere, default_pool)
