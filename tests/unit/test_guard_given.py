@@ -127,7 +127,7 @@ def test_a_policy_that_ends_its_thread_does_not_end_the_guards(caplog):
 
 @pytest.mark.parametrize("what", ["clear", "compact", "on_restart", "lease", "readings"])
 def test_whatever_ends_its_thread_the_server_serves_again(what):
-    driven = Driven(**{what: ends}, restart="callback")
+    driven = Driven(**{"on_restart": ends, what: ends}, restart="callback")
     driven.drain()
     for _ in range(100):
         driven.pass_by(10)

@@ -175,7 +175,8 @@ def test_a_fault_of_the_gates_own_is_said_and_reaches_no_request(caplog):
     assert gate.in_flight == 0
     assert [line for line in caplog.messages if "the guard's" in line] == [
         "torchmem: the guard's start failed: ZeroDivisionError('division by zero')",
-        "torchmem: the guard's gate failed: TypeError(\"unsupported operand type(s) for +: 'float' and 'NoneType'\")",
+        "torchmem: the guard's gate failed: TypeError(\"unsupported operand type(s) for +: "
+        "'float' and 'NoneType'\")",
     ]
 
 
@@ -370,6 +371,7 @@ def test_every_transition_is_an_event_of_the_cycles_span_a_log_record_and_a_coun
         logger_provider=logged,
         meter_provider=MeterProvider([reader]),
         restart="callback",
+        on_restart=lambda reason: None,
     )
     server.drain()
     server.headroom += 70 * MIB  # what was in flight held it
@@ -458,7 +460,7 @@ def test_a_forked_child_begins_anew():
     ("options", "message"),
     [
         ({"restart": "reboot"}, r"restart='reboot' is not allowed \(one of liveness, sigterm, callback\)"),
-        ({"interval": 0}, r"interval=0 is not allowed \(seconds above 0\)"),
+        ({"interval": 0}, r"interval=0 is not allowed \(seconds above 0 and up to 1e9\)"),
     ],
 )
 def test_an_argument_that_makes_no_sense_is_refused_in_one_line(options, message):

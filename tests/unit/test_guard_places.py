@@ -161,7 +161,7 @@ def test_restarts_are_bounded_over_all_workers_of_a_folder(tmp_path):
 
 @pytest.mark.parametrize("what", [{"at_most": 0}, {"restarts": -1}])
 def test_a_number_of_places_that_makes_no_sense_is_refused_in_one_line(tmp_path, what):
-    with pytest.raises(ValueError, match=r"are not allowed \(at_most from 1 up") as error:
+    with pytest.raises(ValueError, match=r"Places: \w+=\S+ is not allowed \(a whole number from") as error:
         Places(tmp_path, **what)
     assert "\n" not in str(error.value)
 

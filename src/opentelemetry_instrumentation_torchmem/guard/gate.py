@@ -92,8 +92,8 @@ class Gate:
     def __init__(
         self, arrival_limit: float = 30.0, fault: Callable[[Exception], object] = lambda _: None
     ) -> None:
-        """``arrival_limit`` is the longest that an arrival waits, in seconds; ``fault`` is told of an error of
-        the gate's own, which no arrival hears of."""
+        """``arrival_limit`` is the longest that an arrival waits, in seconds; ``fault`` is told of an error
+        of the gate's own, which no arrival hears of."""
         self.arrival_limit = arrival_limit
         self._fault = fault
         self.begin_anew()

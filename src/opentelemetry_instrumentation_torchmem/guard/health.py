@@ -9,10 +9,17 @@ from typing import Any
 
 import grpc
 
+from .allowed import calls, check, instance
+
 SERVICE = "grpc.health.v1.Health"
 _SERVING, _NOT_SERVING, _SERVICE_UNKNOWN = 1, 2, 3
 _LOOK = 0.2
 """Seconds between two looks for those who watch."""
+
+_ALLOWED = {
+    "ready": calls("what is to be called, not what it returned: guard.ready"),
+    "services": instance(tuple, "a tuple of names"),
+}
 
 
 def grpc_health(ready: Callable[[], bool], services: tuple[str, ...] = ("",)) -> grpc.GenericRpcHandler:
@@ -21,14 +28,18 @@ def grpc_health(ready: Callable[[], bool], services: tuple[str, ...] = ("",)) ->
 
     Example:
         >>> server.add_generic_rpc_handlers((grpc_health(guard.ready),))  # doctest: +SKIP
+
+    Raises:
+        ValueError: an argument that is not allowed.
     """
+    check("grpc_health", _ALLOWED, locals())
 
     def status(request: bytes) -> int:
         if _service(request) not in services:
             return _SERVICE_UNKNOWN
         return _SERVING if ready() else _NOT_SERVING
 
-    def check(request: bytes, context: Any) -> bytes:
+    def checked(request: bytes, context: Any) -> bytes:
         told = status(request)
         if told == _SERVICE_UNKNOWN:
             context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
@@ -49,7 +60,7 @@ def grpc_health(ready: Callable[[], bool], services: tuple[str, ...] = ("",)) ->
     return grpc.method_handlers_generic_handler(
         SERVICE,
         {
-            "Check": grpc.unary_unary_rpc_method_handler(check),
+            "Check": grpc.unary_unary_rpc_method_handler(checked),
             "Watch": grpc.unary_stream_rpc_method_handler(watch),
         },
     )

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
-from math import inf
+
+from .allowed import SECONDS, Allowed, check, maybe, refusal, whole_from
 
 
 class State(Enum):
@@ -82,6 +83,9 @@ class Action(Enum):
     RELEASE_PLACE = "release_place"
 
 
+_ROWS = {"sick_for": maybe(SECONDS), "probe_failures": Allowed(whole_from(1), "a whole number from 1 up")}
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """How long each state lasts. Seconds."""
@@ -111,16 +115,17 @@ class Timing:
     """How long each call of what you gave (policy, readings, lease, on_ready, on_restart) is waited for."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.name == "sick_for":
-                continue
-            if not isinstance(value, (int, float)) or not 0 <= value < inf:
-                raise ValueError(f"torchmem: {field.name}={value!r} is not allowed (a number from 0 up)")
+        rows = {field.name: _ROWS.get(field.name, SECONDS) for field in fields(self)}
+        check("Timing", rows, {name: getattr(self, name) for name in rows})
         if self.drain_limit < self.min_not_ready:
             raise ValueError(
-                f"torchmem: drain_limit={self.drain_limit:g} is not allowed (at least probe_period x "
-                f"probe_failures, here {self.min_not_ready:g} s, plus the longest request)"
+                refusal(
+                    "Timing",
+                    "drain_limit",
+                    self.drain_limit,
+                    f"at least probe_period x probe_failures, here {self.min_not_ready:g} s, plus the "
+                    "longest request",
+                )
             )
 
     @property

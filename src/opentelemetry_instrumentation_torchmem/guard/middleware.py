@@ -12,6 +12,7 @@ from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
+from .allowed import PATH, YES_OR_NO, calls, check, instance, maybe, refusal
 from .gate import Lane
 from .watch import MemoryGuard
 
@@ -25,6 +26,15 @@ SERVICE_RESTART = 1012
 """The code that a websocket is closed with: come again."""
 _TRY_AGAIN = 1013
 _CLOSE = (b"connection", b"close")
+
+
+_ALLOWED = {
+    "guard": instance(MemoryGuard, "an instance, MemoryGuard()"),
+    "ready_path": maybe(PATH),
+    "live_path": maybe(PATH),
+    "close_websockets": YES_OR_NO,
+}
+_ASKED = {"asked": calls("what is to be called, not what it returned: guard.ready or guard.alive")}
 
 
 class MemoryGuardMiddleware:
@@ -43,7 +53,16 @@ class MemoryGuardMiddleware:
         close_websockets: bool = False,
     ) -> None:
         """``ready_path`` and ``live_path`` are answered here, None for neither. ``close_websockets`` closes
-        those that are open with 1012 when a drain begins; else they are waited for, up to its limit."""
+        those that are open with 1012 when a drain begins; else they are waited for, up to its limit.
+
+        Raises:
+            ValueError: an argument that is not allowed.
+        """
+        check("MemoryGuardMiddleware", _ALLOWED, locals())
+        if ready_path is not None and ready_path == live_path:
+            raise ValueError(
+                refusal("MemoryGuardMiddleware", "live_path", live_path, "a path that is not ready_path's")
+            )
         self._app = app
         self._guard = guard
         self._gate = guard.gate
@@ -186,7 +205,12 @@ class _Closable:
 
 def endpoint(asked: Callable[[], bool]) -> Application:
     """An ASGI application that tells yes (200) or no (503), and nothing else: ``guard.ready``, to be mounted
-    where the middleware's own paths do not suit."""
+    where the middleware's own paths do not suit.
+
+    Raises:
+        ValueError: an argument that cannot be called.
+    """
+    check("endpoint", _ASKED, {"asked": asked})
 
     async def answers(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 - ASGI
         if scope["type"] == "http":

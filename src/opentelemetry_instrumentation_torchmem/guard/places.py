@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from weakref import WeakSet
 
+from .allowed import SECONDS, Allowed, check, whole_from
+
 try:
     import fcntl
 except ImportError:  # no such locks on this system
@@ -23,6 +25,15 @@ except ImportError:  # no such locks on this system
 SEATS = 1024
 """The most workers that can be told apart; what comes later is not counted among them."""
 _WELL, _SICK = b"w", b"s"
+
+_ALLOWED = {
+    "folder": Allowed(
+        lambda value: bool(value) and isinstance(value, (str, os.PathLike)), "the path of a folder"
+    ),
+    "at_most": Allowed(whole_from(1), "a whole number from 1 up"),
+    "restarts": Allowed(whole_from(0), "a whole number from 0 up"),
+    "restarts_per": SECONDS,
+}
 
 _live: WeakSet[Places] = WeakSet()
 
@@ -67,11 +78,7 @@ class Places:
         """
         if fcntl is None:
             raise RuntimeError("torchmem: places need flock, which this system does not have")
-        if at_most < 1 or restarts < 0 or restarts_per < 0:
-            raise ValueError(
-                f"torchmem: at_most={at_most!r}, restarts={restarts!r}, restarts_per={restarts_per!r} "
-                "are not allowed (at_most from 1 up, the others from 0 up)"
-            )
+        check("Places", _ALLOWED, locals())
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._at_most = at_most

@@ -8,9 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
+from re import fullmatch
+from typing import cast
+
+from .allowed import SECONDS, Allowed, check, maybe, number
 
 _MIB = 1 << 20
 _GIB = 1 << 30
+
+
+def _within(low: float, high: float, *, bottom: bool = False, top: bool = False) -> Callable[[object], bool]:
+    """Numbers between two, which are themselves allowed or not."""
+
+    def holds(value: object) -> bool:
+        return number(value) and (low < value < high or (bottom and value == low) or (top and value == high))
+
+    return holds
+
+
+def _needs(value: object) -> bool:
+    """Bytes, or bytes by the name of a device."""
+    if not isinstance(value, Mapping):
+        return _within(0, inf)(value)
+    needs = cast("Mapping[object, object]", value)
+    return bool(needs) and all(
+        isinstance(name, str) and fullmatch(r"cuda:\d+", name) and _within(0, inf)(need)
+        for name, need in needs.items()
+    )
+
+
+_HEADROOM = {
+    "need": maybe(Allowed(_needs, "bytes above 0, for each device or by its name, {'cuda:0': 2 << 30}")),
+    "trapped_share": maybe(Allowed(_within(0, 1, top=True), "above 0 and up to 1")),
+    "trapped_floor": Allowed(_within(0, inf, bottom=True), "bytes from 0 up"),
+    "margin": Allowed(_within(0, 1, bottom=True), "from 0 to below 1"),
+    "sick_for": SECONDS,
+}
+_SLACK = {"sick": Allowed(_within(0, 1), "between 0 and 1"), "sick_for": SECONDS}
+_VERDICT = {"as_of": maybe(Allowed(number, "seconds by the guard's clock"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +102,9 @@ class Verdict:
     as_of: float | None = None
     """Seconds, by the guard's clock, of the oldest figure that it rests on; None for now."""
 
+    def __post_init__(self) -> None:
+        check("Verdict", _VERDICT, {"as_of": self.as_of})
+
 
 Policy = Callable[[Readings], "Verdict | str | bool | None"]
 """A text is the reason why it is sick; an empty one or False says that it is well; None, that none knows."""
@@ -110,13 +149,7 @@ class Headroom:
     """Seconds that it must last before the guard acts, unless the guard is told otherwise."""
 
     def __post_init__(self) -> None:
-        needs = self.need.values() if isinstance(self.need, Mapping) else (self.need,)
-        holds = all(need is None or need > 0 for need in needs)
-        _allowed("need", self.need, holds, "bytes above 0, for each device or by its name, or None")
-        share = self.trapped_share
-        _allowed("trapped_share", share, share is None or 0 < share <= 1, "above 0 and up to 1, or None")
-        _allowed("margin", self.margin, 0 <= self.margin < 1, "from 0 to below 1")
-        _allowed("trapped_floor", self.trapped_floor, self.trapped_floor >= 0, "bytes from 0 up")
+        check("Headroom", _HEADROOM, {name: getattr(self, name) for name in _HEADROOM})
 
     def __call__(self, readings: Readings) -> Verdict:
         """Whether any device is sick; unknown where none can be judged."""
@@ -172,8 +205,8 @@ class Slack:
     """Seconds that it must last before the guard acts, unless the guard is told otherwise."""
 
     def __post_init__(self) -> None:
-        _allowed("sick", self.sick, 0 < self.sick < 1, "between 0 and 1")
-        _allowed("well", self.well, 0 < self.well <= self.sick, f"above 0 and up to sick={self.sick}")
+        well = Allowed(_within(0, self.sick, top=True), f"above 0 and up to sick={self.sick}")
+        check("Slack", _SLACK | {"well": well}, {"well": self.well} | {n: getattr(self, n) for n in _SLACK})
 
     def __call__(self, readings: Readings) -> Verdict:
         """Whether any device is sick; unknown where nothing is held."""
@@ -195,11 +228,6 @@ def _worst(verdicts: Iterable[Verdict]) -> Verdict:
         if verdict.sick:
             return verdict
     return Verdict(False, "", known[0].as_of) if known else Verdict(None)
-
-
-def _allowed(name: str, value: object, holds: bool, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"torchmem: {name}={value!r} is not allowed ({allowed})")
 
 
 def size(size: int) -> str:

@@ -23,6 +23,19 @@ from opentelemetry.trace import TracerProvider
 from ..allocator import rooms as allocator_rooms
 from ..allocator.rooms import Rooms
 from ..allocator.sampler import Collection
+from .allowed import (
+    FILE,
+    POLICY,
+    SECONDS,
+    SECONDS_ABOVE_0,
+    YES_OR_NO,
+    Allowed,
+    calls,
+    check,
+    instance,
+    maybe,
+    refusal,
+)
 from .gate import Gate
 from .given import Given
 from .machine import Action, Machine, Place, Result, State, Timing, Transition
@@ -38,6 +51,24 @@ _UNKNOWN = 120.0
 """Seconds after which it is said that the policy has nothing to judge by."""
 _PACE = 0.1
 """Seconds between two looks while something is under way."""
+
+_ALLOWED = {
+    "policy": maybe(POLICY),
+    "timing": maybe(instance(Timing, "Timing(drain_limit=...)")),
+    "compact": maybe(calls("a callable that returns a CompactionOutcome, as Compaction(model)")),
+    "clear": maybe(calls("a callable")),
+    "restart": Allowed(lambda value: isinstance(value, str) and value in WAYS, f"one of {', '.join(WAYS)}"),
+    "on_restart": maybe(calls("a callable over the reason")),
+    "on_ready": maybe(calls("a callable over whether it is ready")),
+    "ready_file": maybe(FILE),
+    "places": maybe(instance(Places, "Places('/a/folder')")),
+    "lease": maybe(calls("a callable that returns what to call afterwards, or None")),
+    "steers": maybe(YES_OR_NO),
+    "interval": SECONDS_ABOVE_0,
+    "arrival_limit": SECONDS,
+    "readings": maybe(calls("a callable over whether they must be fresh")),
+    "clock": calls("a callable that returns monotonic seconds"),
+}
 
 _live: WeakSet[MemoryGuard] = WeakSet()
 
@@ -110,10 +141,13 @@ class MemoryGuard:
         Raises:
             ValueError: an argument that is not allowed.
         """
-        if restart not in WAYS:
-            raise ValueError(f"torchmem: restart={restart!r} is not allowed (one of {', '.join(WAYS)})")
-        if not interval > 0:
-            raise ValueError(f"torchmem: interval={interval!r} is not allowed (seconds above 0)")
+        check("MemoryGuard", _ALLOWED, locals())
+        if restart == "callback" and on_restart is None:
+            raise ValueError(
+                refusal(
+                    "MemoryGuard", "on_restart", None, "with restart='callback' a callable over the reason"
+                )
+            )
         timing = timing or Timing()
         self._policy: Policy = policy if policy is not None else Headroom()
         if timing.sick_for is None:
