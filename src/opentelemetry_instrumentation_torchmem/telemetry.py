@@ -22,7 +22,8 @@ STEPS = {
 """``torch.memory.telemetry.step``: value -> what it is."""
 
 REASONS = {
-    "pluggable_pool": "A reading beside a memory pool with its own allocator, which could hang the process.",
+    "pluggable_pool": "A reading beside a memory pool with its own allocator, which could hang the process. "
+    "Whether a MemPool made before `instrument()` has one torch does not tell: it counts as such.",
     "snapshot_budget": "A snapshot: the ones before have used up their share of time.",
     "snapshot_busy": "A snapshot: no moment without a request in flight came soon enough.",
     "snapshot_capture": "A snapshot: a CUDA graph was being captured.",

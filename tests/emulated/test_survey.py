@@ -585,6 +585,42 @@ def test_never_beside_a_pool_with_an_allocator_of_its_own(gpu, pluggable):
     assert got["skipped"]["unsafe"] == 6
 
 
+def pools_made_before() -> list:
+    import torch
+
+    from opentelemetry_instrumentation_torchmem.allocator.pools import PoolWatch
+
+    class OlderPool:
+        """Before torch 2.9 one told its allocator."""
+
+        def __init__(self, allocator=None) -> None:
+            self.allocator = allocator
+
+    torch.cuda.init()
+    kept = [take(MIB), OlderPool()]
+    told = []
+    for allocator in (None, object()):
+        kept.append(OlderPool(allocator))
+        watch = PoolWatch()
+        watch.install(SimpleNamespace(MemPool=OlderPool))
+        told.append(watch.suspect)
+        watch.remove()
+    watched = Watched()
+    kept.append(torch.cuda.MemPool())
+    TorchMemInstrumentor().uninstrument()
+    watched = Watched()
+    told.append(watched.collect().headroom is None)
+    TorchMemInstrumentor().uninstrument()
+    kept.append(torch.cuda.MemPool())
+    told.append(Watched().collect().headroom is None)
+    return [told, len(kept)]
+
+
+def test_a_pool_made_before_is_suspect_unless_it_was_seen_or_tells_that_it_has_no_allocator(gpu):
+    told, _ = gpu.run(pools_made_before, memory="1GiB")
+    assert told == [False, True, False, True]
+
+
 def test_beside_such_a_pool_the_user_may_insist(gpu, pluggable):
     got = gpu.run(beside_a_pluggable_pool, args=[pluggable, "always"], memory="2GiB")
     assert got["first"]

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from .snapshot import PoolId, PoolOn
 from .source import initialised_torch
@@ -77,6 +77,15 @@ class Owners:
                 yield owner, device
 
 
+_plain: WeakSet[Any] = WeakSet()
+"""Pools that were made under watch, an earlier ``instrument()``'s too, without an allocator of their own."""
+
+
+def _is_plain(pool: Any) -> bool:
+    """Whether a pool has none for sure. Releases from 2.9 on do not tell of one made before."""
+    return pool in _plain or getattr(pool, "allocator", pool) is None
+
+
 class PoolWatch:
     """Replaces ``torch.cuda.MemPool.__init__``, and what ``use_mem_pool`` calls, by plain functions that note
     the pools."""
@@ -107,14 +116,15 @@ class PoolWatch:
     def install(self, memory: Any) -> None:
         """Watch from now on; ``memory`` is the imported module ``torch.cuda.memory``.
 
-        Of pools made before nothing is known, so with CUDA already initialised any that lives is suspect.
+        Whether one made before has an allocator of its own most releases do not tell: with CUDA already
+        initialised such a one that lives is suspect.
         """
         pool_class = getattr(memory, "MemPool", None)
         if pool_class is None or self._restore is not None:  # before torch 2.5 there are none
             return
         if initialised_torch() is not None:
             older = list(living(pool_class))
-            self.suspect = self.suspect or bool(older)
+            self.suspect = self.suspect or not all(map(_is_plain, older))
             self._made.note_older(older)
         self._route(memory, "_cuda_beginAllocateCurrentThreadToPool", self._enters)
         self._route(memory, "_cuda_beginAllocateToPool", self._enters)
@@ -129,6 +139,9 @@ class PoolWatch:
                 self.suspect = True
             original(pool, *args, **kwargs)
             self._made.note(pool)
+            if kwargs.get("allocator", args[0] if args else None) is None:
+                with suppress(TypeError):
+                    _plain.add(pool)
 
         pool_class.__init__ = noted_init
         self._restore = (pool_class, original)
