@@ -988,6 +988,25 @@ async def taking_once(argument: Tensor, seen: list[int]):
     seen.append(living())
 
 
+def holding(argument: Tensor):
+    yield argument
+
+
+def test_a_dropped_stream_lets_go_of_all_it_held_at_once(measured):
+    measured.requests.watches_streams = True  # nobody finishes what is abandoned
+    gc.collect()
+    gc.disable()
+    try:
+        for function in (holding, measured.wrap(holding), measured.wrap(lambda item: holding(item), "made")):
+            running = function(Tensor())
+            next(running)
+            del running
+            assert living() == 0
+    finally:
+        gc.enable()
+        measured.requests.watches_streams = False
+
+
 @pytest.mark.parametrize("state", ["measured", "uninstrumented"])
 @pytest.mark.parametrize("function", [taking, taking_async, taking_once])
 def test_what_a_stream_is_done_with_is_freed_as_early_as_bare(measured, function, state):

@@ -677,6 +677,10 @@ class Probe(Window):
         take no lock, record nothing, end nothing; that is left to another thread. ``error`` is what came of
         it."""
         if self._over():
+            if isinstance(
+                error, GeneratorExit
+            ):  # it says no more, and its traceback keeps the stream's frame
+                error = None
             self.calls.requests.abandon(self, error)
 
     def _over(self) -> bool:
