@@ -146,6 +146,9 @@ class Wiring:
             telemetry,
             settle=self._requests.drain,
             excludes=config.excludes,
+            meter_provider=meter_provider,
+            tracer_provider=tracer_provider,
+            logger_provider=logger_provider,
         )
         rooms.wire(self._rooms)
         _live.add(self)

@@ -413,6 +413,34 @@ def test_every_transition_is_an_event_of_the_cycles_span_a_log_record_and_a_coun
     assert points["torch.memory.guard.released"][("clear",)] == 300 * MIB
 
 
+@pytest.mark.parametrize("guard_first", [True, False])
+def test_without_providers_of_its_own_it_tells_through_those_that_instrument_was_given(guard_first):
+    pytest.importorskip("torch")
+    from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor
+
+    spans, reader = InMemorySpanExporter(), InMemoryMetricReader()
+    traced = TracerProvider(shutdown_on_exit=False)
+    traced.add_span_processor(SimpleSpanProcessor(spans))
+    server = Server() if guard_first else None
+    TorchMemInstrumentor().instrument(meter_provider=MeterProvider([reader]), tracer_provider=traced)
+    try:
+        server = server or Server()
+        server.drain()
+        server.sick = False
+        server.pass_by(6)
+        metrics = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+    finally:
+        TorchMemInstrumentor().uninstrument()
+    counts = {
+        point.attributes["torch.memory.guard.transition"]: point.value
+        for metric in metrics
+        if metric.name == "torch.memory.guard.transitions"
+        for point in metric.data.data_points
+    }
+    assert counts["recovered"] == 1
+    assert [span.name for span in spans.get_finished_spans()] == ["torch.memory.guard"]
+
+
 def test_the_callbacks_are_told_and_what_they_raise_is_not_the_guards():
     told: list[Any] = []
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import wrapt
+from opentelemetry._logs import LoggerProvider
+from opentelemetry.metrics import MeterProvider
+from opentelemetry.trace import TracerProvider
 
 from ..telemetry import OwnTelemetry
 from .captures import CaptureWatch
@@ -30,6 +33,10 @@ class Rooms:
     """Ends what was given up and is still called open."""
     excludes: Callable[[str], bool]
     """Whether the user wants none of a metric."""
+    meter_provider: MeterProvider | None = None
+    tracer_provider: TracerProvider | None = None
+    logger_provider: LoggerProvider | None = None
+    """Those that ``instrument()`` was given; None for the global ones."""
 
     @classmethod
     def alone(cls) -> Rooms:

@@ -81,14 +81,25 @@ class Teller:
         meter_provider: MeterProvider | None = None,
         logger_provider: LoggerProvider | None = None,
     ) -> None:
-        """``read`` gives the figures as they are now."""
-        self._tracer = get_tracer(NAME, __version__, tracer_provider)
+        """``read`` gives the figures as they are now. A provider that is not given is the one that
+        ``instrument()`` was given, or the global one."""
+        self._tracer_provider = tracer_provider
+        self._meter_provider = meter_provider
+        self._logger_provider = logger_provider
         self._log = OomLog(logger_provider, signals.GUARD_EVENT.name)
         self._span: Span | None = None
         self._steps: list[Step] = []
         self._refused: str | None = None
         self.read = read
-        _observe(meter_provider, self)
+        self.told_through: list[ref[Teller]] | None = None
+        self.observe()
+
+    def observe(self) -> None:
+        """Tell the metrics through the provider that is right now: ``instrument()`` may come later."""
+        wired = rooms.wired()
+        provider = self._meter_provider or (wired and wired.meter_provider)
+        if provider is not None or self.told_through is None:
+            self.told_through = _observe(provider or get_meter_provider(), self)
 
     def begin_anew(self) -> None:
         """In a forked child the parent's cycle is not this process's."""
@@ -115,7 +126,11 @@ class Teller:
         """Tell of one; the first of a cycle begins its span, the one back to serving ends it."""
         if self._span is None:
             self._steps, self._refused = [], None
-            self._span = self._tracer.start_span(
+            wired = rooms.wired()
+            tracer_provider = self._tracer_provider or (wired and wired.tracer_provider)
+            logger_provider = self._logger_provider or (wired and wired.logger_provider)
+            self._log = OomLog(logger_provider, signals.GUARD_EVENT.name)
+            self._span = get_tracer(NAME, __version__, tracer_provider).start_span(
                 signals.GUARD_SPAN.name,
                 Context(),
                 attributes={signals.GUARD_REASON.name: reason, signals.GUARD_STEERS.name: steers},
@@ -164,25 +179,28 @@ _watched: WeakKeyDictionary[MeterProvider, list[ref[Teller]]] = WeakKeyDictionar
 _watching = threading.Lock()
 
 
-def _observe(provider: MeterProvider | None, teller: Teller) -> None:
-    provider = provider or get_meter_provider()
+def _observe(provider: MeterProvider, teller: Teller) -> list[ref[Teller]]:
     with _watching:
         known = _watched.get(provider)
         if known is not None:
-            known[0] = ref(teller)
-            return
+            if teller.told_through is not known:  # else one that was made later keeps it
+                known[0] = ref(teller)
+            return known
         current = _watched[provider] = [ref(teller)]
     meter = get_meter(NAME, __version__, meter_provider=provider)
     for row in GUARD_METRICS:
         create = getattr(meter, f"create_observable_{row.kind.name.lower()}")
         create(row.name, [_callback(row, current)], unit=row.unit, description=row.about)
+    return current
 
 
 def _callback(row: Metric, current: list[ref[Teller]]) -> Callable[[CallbackOptions], list[Observation]]:
     def observe(_: CallbackOptions) -> list[Observation]:
         teller, wired = current[0](), rooms.wired()
         excluded = wired is not None and wired.excludes(row.name)
-        figure = None if teller is None or excluded else row.of(teller.read())
+        if teller is None or teller.told_through is not current or excluded:
+            return []
+        figure = row.of(teller.read())
         if figure is None:
             return []
         if row.by is None or not isinstance(figure, Mapping):

@@ -137,6 +137,7 @@ class MemoryGuard:
             arrival_limit: the longest that an arrival waits at the gate, in seconds.
             readings: instead of this package's own; its argument says whether they must be fresh.
             clock: monotonic seconds.
+            tracer_provider: that of ``instrument()`` unless given, else the global one; so are the others.
 
         Raises:
             ValueError: an argument that is not allowed.
@@ -261,6 +262,7 @@ class MemoryGuard:
 
     def tick(self) -> None:
         """Look once, and do what is due. ``start`` has a thread do it again and again."""
+        self._attempt("metrics", self._teller.observe)
         if self._machine.state is State.SERVING:
             readings = self._attempt("readings", self._measure, False)
             verdict = self._judge(readings)
