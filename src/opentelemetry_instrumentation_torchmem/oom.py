@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import re
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +63,7 @@ Attributes = dict[str, Any]
 T = TypeVar("T")
 DEFAULT_STREAM = 0
 """As a snapshot's segments name it."""
+_ASKED = re.compile(r"(?:Requested size:|Tried to allocate) (\d[\d.]* \w+)")
 _NO_POOL: PoolId = (-1, -1)
 """One that holds nothing."""
 
@@ -95,13 +98,26 @@ class Evidence:
     more: int = 0
     """Others on the device since the last one that was examined."""
     dump: str | None = None
+    said: str | None = None
+    """What the exception says was asked for, where no observer told."""
+
+    @property
+    def allowed(self) -> int | None:
+        """Of a request that was refused early, what the process may hold."""
+        limits = None if self.map is None else self.map.limits
+        if limits is None or limits.driver is None or limits.fraction is None:
+            return None
+        return int(limits.fraction * limits.driver.total)
 
     @property
     def summary(self) -> str:
         """The verdict in words, with its figures."""
         failure = self.failure
         if failure is None:
-            return f"{self.device.name} is out of memory: {VERDICTS[self.verdict]}"
+            asked = "" if self.said is None else f"{self.said} asked for. "
+            return (
+                f"{self.device.name} is out of memory: {asked}{VERDICTS[self.verdict]}{self._when_it_ended}"
+            )
         said = (
             f"{self.device.name} is out of memory: {_size(failure.asked)} asked of the driver, "
             f"{_size(failure.free)} free"
@@ -116,6 +132,15 @@ class Evidence:
         if self.more:
             said += f" {self.more} more since the last one that was examined."
         return said
+
+    @property
+    def _when_it_ended(self) -> str:
+        """A request that was refused early is looked at when it has ended."""
+        reading = None if self.state is None else self.state.reading
+        if reading is None or reading.reserved is None or reading.cached is None:
+            return ""
+        held = f" Now {_size(reading.reserved)} are held, {_size(reading.cached)} of them in no use"
+        return f"{held}." if self.allowed is None else f"{held}; {_size(self.allowed)} are allowed."
 
     def attributes(self) -> Attributes:
         """The event's attributes; what is not known is left out."""
@@ -144,6 +169,8 @@ class Evidence:
                 told[signals.OOM_OWN_LARGEST.name] = failure.blocks.largest
                 told[signals.OOM_OTHER_STREAMS.name] = failure.blocks.other_streams
                 told[signals.OOM_PRIVATE_POOLS.name] = failure.blocks.private_pools
+        elif self.state is not None and self.allowed != self.state.limit:
+            told[signals.OOM_ALLOWED.name] = self.allowed
         if self.map is not None:
             if self.map.headroom is not None and not self.capturing:  # it counts on a flush
                 told[signals.OOM_HEADROOM.name] = self.map.headroom.least
@@ -213,6 +240,12 @@ def _reading_line(brief: Brief, at: float) -> str:
 def _request_line(request: InFlight) -> str:
     growth = "" if request.reserved_growth is None else f" reserved_growth={request.reserved_growth}"
     return f"operation={request.operation} age={request.age:.3f}{growth}"
+
+
+def _said(error: BaseException | None) -> str | None:
+    """What an exception of torch's says was asked for: ``500.00 MiB``."""
+    found = None if error is None else _ASKED.search(str(error))
+    return None if found is None else found[1]
 
 
 def _none_yet() -> dict[str, int]:
@@ -450,6 +483,7 @@ class OomWatch:
             capturing=self._captures.under_way or attempt(source.is_capturing),
             more=more,
             dump=self._dump(snapshot),
+            said=_said(sys.exc_info()[1]) if failure is None else None,
         )
 
     def _pools_in_force(

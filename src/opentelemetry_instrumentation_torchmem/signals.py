@@ -542,7 +542,8 @@ METRICS: tuple[Metric, ...] = (
            "Times the allocator freed all its cache and asked the driver again.", _total("retries")),
     Metric("torch.memory.ooms", Kind.COUNTER, "{error}", "Out of memory errors raised.", _total("ooms")),
     Metric("torch.memory.oom.verdicts", Kind.COUNTER, "{error}",
-           "Out of memory errors by what explains them. Absent where the allocator has no observers.",
+           "Out of memory errors by what explains them; those `refused` are in torch.memory.oom.rejections. "
+           "Absent where the allocator has no observers.",
            lambda counts: counts, per=Per.OOM, by=OOM_VERDICT),
     Metric("torch.memory.oom.rejections", Kind.COUNTER, "{error}",
            "Requests refused before the driver was asked. Absent unless throw_on_cudamalloc_oom is set.",

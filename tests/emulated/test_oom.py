@@ -854,7 +854,9 @@ def during_a_capture() -> dict:
 def test_an_error_during_a_capture_says_that_nothing_could_be_flushed(gpu):
     event = gpu.run(during_a_capture, memory="1GiB", env={"PYTHONWARNINGS": "ignore"})
     assert event["capturing"] is True
-    assert "A graph was being captured: the allocator could not flush its cache." in event["summary"]
+    assert (
+        "A graph was being captured: the allocator could not flush its cache, 600.0 MiB." in event["summary"]
+    )
     assert "headroom" not in event  # it would count on a flush
 
 
@@ -972,7 +974,9 @@ def test_an_early_rejection_is_counted_and_told_by_its_request(gpu):
     got = gpu.run(refused_early, memory="1GiB", alloc_conf="throw_on_cudamalloc_oom:True")
     (event,) = got["events"]
     assert event["verdict"] == "refused"
-    assert "Refused early" in event["summary"]
+    assert "500.00 MiB asked for. Refused early" in event["summary"]
+    assert "Now 700.0 MiB are held, 0 B of them in no use; 1.00 GiB are allowed." in event["summary"]
+    assert "allowed" not in event  # no fraction is set
     assert event["device_free"] == 324 * MIB
     assert event["requests_in_flight"] == 1
     assert got["records"] == ["refused"]
