@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -77,6 +78,15 @@ def test_without_torch_there_is_nothing_and_what_the_user_turned_off_is_told_as_
         "torch.memory.oom.rejections": "throw_on_cudamalloc_oom is not set",
         **dict.fromkeys((row.name for row in REQUEST_METRICS), "request_metrics is off"),
     }
+
+
+def test_without_a_gpu_no_figure_of_one_is_promised_and_the_variable_that_hides_it_is_named(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "_device_files", lambda: ["/dev/nvidia0"])
+    assert absences(doctor_checks.machine({})).keys() == {"torch.memory.oom.rejections"}
+    hidden = absences(doctor_checks.machine({"CUDA_VISIBLE_DEVICES": "-1"}))
+    why = "CUDA_VISIBLE_DEVICES=-1: no GPU is visible to this environment"
+    of_gpus = {row.name for row in METRICS if row.per.value in ("device", "host", "process", "oom")}
+    assert hidden == dict.fromkeys(of_gpus, why)
 
 
 # ---- the installation ----
@@ -168,6 +178,104 @@ def test_what_is_set_wrong_is_told_in_one_line_with_where_it_stands(environ, nam
     assert expected in told(NOWHERE | environ, name)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "protocol", "said"),
+    [
+        ("http://[::1", "grpc", "the endpoint http://[::1 is no address, as http://host:4317 is"),
+        ("http://:", "grpc", "the endpoint http://: is no address, as http://host:4317 is"),
+        ("http://a:99999", "grpc", "the endpoint http://a:99999 is no address, as http://host:4317 is"),
+        ("ftp://a:21", "grpc", "the endpoint ftp://a:21 begins with ftp://: http:// or https://"),
+        ("a:4318", "http/protobuf", "the endpoint a:4318 has no scheme: http:// or https://"),
+    ],
+)
+def test_an_endpoint_that_is_none_is_told_once(endpoint, protocol, said):
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
+    assert told(environ, "exporter") == [(PROBLEM, said)]
+
+
+def test_a_malformed_target_is_a_problem():
+    ((level, text),) = told(NOWHERE | {"OTEL_PYTHON_TORCHMEM_TARGETS": "a.b,a:b"}, "option")
+    assert level == PROBLEM
+    assert text.startswith(
+        "OTEL_PYTHON_TORCHMEM_TARGETS: 'a.b' is no target: a target is module:Class.method"
+    )
+
+
+ACCEPTED = (
+    "", "max_split_size_mb:20", "max_split_size_mb: 64,", "max_split_size_mb:64.5", "backend:native",
+    "garbage_collection_threshold:0.5,expandable_segments:True", "roundup_power2_divisions:[256:4,512:0,>:1]",
+    "roundup_power2_divisions:8", "large_segment_size_mb:12", "per_process_memory_fraction:1",
+    "pinned_num_register_threads:8,pinned_use_cuda_host_register:True", "throw_on_cudamalloc_oom:False",
+    "expandable_segments_reserve:40G", "graph_capture_record_stream_reuse:True",
+    "max_non_split_rounding_mb:20", "large_segment_size_mb:12,max_split_size_mb:12",
+    "pinned_max_cached_size_mb:4,pinned_max_round_threshold_mb:4,pinned_reserve_segment_size_mb:8",
+)  # fmt: skip
+REFUSED = {
+    "bogus:1": "there is no option bogus",
+    "expandable_segment:True": "there is no option expandable_segment; did you mean expandable_segments?",
+    ":::": "::: is no option:value",
+    "max_split_size_mb": "max_split_size_mb is no option:value",
+    "max_split_size_mb:64,,backend:native": ",backend:native is no option:value",
+    "max_split_size_mb:3": "max_split_size_mb:3 must be a whole number, 20 or more",
+    "max_split_size_mb:x": "max_split_size_mb:x must be a whole number, 20 or more",
+    "large_segment_size_mb:10": "large_segment_size_mb:10 must be a whole number, 11 or more",
+    "garbage_collection_threshold:1":
+        "garbage_collection_threshold:1 must be between 0 and 1, without either",
+    "per_process_memory_fraction:2": "per_process_memory_fraction:2 must be from 0 to 1",
+    "expandable_segments:true": "expandable_segments:true must be True or False",
+    "backend:foo": "backend:foo must be native or cudaMallocAsync",
+    "pinned_num_register_threads:3": "pinned_num_register_threads:3 must be a power of 2, 128 at most",
+    "large_segment_size_mb:30,max_split_size_mb:29":
+        "max_split_size_mb:29 must be a whole number, 30 or more",
+    "max_non_split_rounding_mb:19": "max_non_split_rounding_mb:19 must be a whole number, 20 or more",
+    "pinned_reserve_segment_size_mb:0": "pinned_reserve_segment_size_mb:0 must be a whole number, 1 or more",
+    "roundup_power2_divisions:[256:3]":
+        "roundup_power2_divisions:[256:3] must be a power of 2, or [size:divisions,…] of powers of 2",
+}  # fmt: skip
+ASK = """
+import json, sys, torch
+set_to = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+def accepts(text):
+    set_to("large_segment_size_mb:20")  # torch keeps it from the text before
+    try:
+        set_to(text)
+    except Exception:
+        return False
+    return True
+print(json.dumps(set_to and [accepts(each) for each in json.loads(sys.argv[1])]))
+"""
+
+
+def test_torch_refuses_what_the_doctor_says_that_it_refuses_and_nothing_else():
+    texts = [*ACCEPTED, *REFUSED]
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(texts)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    accepts = json.loads(asked.stdout)
+    if accepts is None:
+        pytest.skip("this release cannot be asked")
+    assert dict(zip(texts, accepts, strict=True)) == {each: each in ACCEPTED for each in texts}
+
+
+@pytest.mark.parametrize("text", [*ACCEPTED, *REFUSED])
+def test_an_allocator_option_that_torch_refuses_is_a_problem(text):
+    checks = told(NOWHERE | {"PYTORCH_ALLOC_CONF": text}, "allocator")
+    found = [each for each in checks if each[0] == PROBLEM]
+    said = f"PYTORCH_ALLOC_CONF: {REFUSED.get(text)}: torch fails at CUDA's start"
+    assert found == ([(PROBLEM, said)] if text in REFUSED else [])
+
+
+def test_a_later_torch_may_know_an_option_that_is_not_known_here(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "_version", lambda name: "3.1.0")
+    assert told(NOWHERE | {"PYTORCH_ALLOC_CONF": "bogus:1"}, "allocator") == [
+        (NOTE, "PYTORCH_ALLOC_CONF: there is no option bogus (as of torch 2.15)")
+    ]
+
+
 def test_a_misspelt_option_is_a_problem():
     ((level, text),) = told(NOWHERE | {"OTEL_PYTHON_TORCHMEM_SPAM": "new"}, "option")
     assert level == PROBLEM
@@ -213,10 +321,15 @@ def test_it_imports_no_torch_and_exits_with_0_where_all_is_sound_and_1_where_it_
     assert {"name": "switch", "level": "problem", "text": "OTEL_SDK_DISABLED=true: nothing is exported"} in (
         document["checks"]
     )
-    assert document["signals"]["absent"] == {
-        "torch.memory.oom.rejections": "throw_on_cudamalloc_oom is not set"
-    }
-    assert "torch.memory.headroom" in document["signals"]["given"]
+    absent, given = document["signals"]["absent"], document["signals"]["given"]
+    if doctor_checks._device_files():
+        assert absent == {"torch.memory.oom.rejections": "throw_on_cudamalloc_oom is not set"}
+        assert "torch.memory.headroom" in given
+    else:
+        for name in ("usage", "limit", "headroom", "host.allocated", "allocator.info", "oom.verdicts"):
+            assert absent[f"torch.memory.{name}"] == "no GPU's device file is seen"
+        assert {"torch.memory.telemetry.skipped", "torch.memory.requests.active"} <= set(given)
+        assert not set(absent) & set(given)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +368,8 @@ def test_a_file_that_is_no_snapshot_is_refused_in_one_line(tmp_path, capsys, con
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("600MiB", 600 << 20), ("1.5g", 3 << 29), ("64 KiB", 1 << 16), ("7", 7)]
+    ("text", "expected"),
+    [("600MiB", 600 << 20), ("1.5g", 3 << 29), ("64 KiB", 1 << 16), ("7", 7), ("100TiB", 100 << 40)],
 )
 def test_sizes_are_read_as_people_write_them(text, expected):
     from opentelemetry_instrumentation_torchmem.cli.doctor import _bytes
@@ -263,9 +377,42 @@ def test_sizes_are_read_as_people_write_them(text, expected):
     assert _bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "much", "-3MiB", "0", "inf", "1e400MiB", "3TiB"])
+@pytest.mark.parametrize("text", ["", "much", "-3MiB", "0", "inf", "1e400MiB", "3PiB"])
 def test_a_size_that_is_none_is_refused(text, capsys):
     with pytest.raises(SystemExit) as left:
         main(["doctor", "--need", text] if text[:1] != "-" else ["doctor", f"--need={text}"])
     assert left.value.code == 2
-    assert f"{text}: must be a size, as 600MiB or 1.5GiB" in capsys.readouterr().err
+    assert f"{text}: must be a size in KiB, MiB, GiB or TiB, as 600MiB or 1.5GiB" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_snapshot_is_told_as_json_where_json_is_wanted(tmp_path, capsys):
+    file = tmp_path / "x.pickle"
+    file.write_bytes(b"")
+    assert main(["doctor", "--json", "--snapshot", str(file)]) == 2
+    assert json.loads(capsys.readouterr().out) == {"error": f"{file}: the file is empty"}
+
+
+def test_a_need_without_a_snapshot_is_refused(capsys):
+    assert main(["doctor", "--need", "1GiB"]) == 2
+    printed = capsys.readouterr()
+    said = "torchmem doctor: error: --need is about a snapshot: give --snapshot FILE too\n"
+    assert (printed.out, printed.err) == ("", said)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
+def test_output_that_cannot_be_written_is_told_in_one_line(arguments):
+    run = (
+        "import sys; from opentelemetry_instrumentation_torchmem import cli; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    with open("/dev/full", "w") as full:
+        got = subprocess.run(
+            [sys.executable, "-c", run, *arguments],
+            env=NOWHERE,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    said = "torchmem doctor: error: standard output cannot be written: No space left on device\n"
+    assert (got.returncode, got.stderr) == (2, said)

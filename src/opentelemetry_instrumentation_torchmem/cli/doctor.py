@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,8 +45,12 @@ Exit codes: 0 nothing to change; 1 something is to be changed; 2 nothing could b
 """
 
 _MIB = 1 << 20
-_UNITS = {"": 1, "KIB": 1 << 10, "MIB": _MIB, "GIB": 1 << 30}
+_UNITS = {"": 1, "KIB": 1 << 10, "MIB": _MIB, "GIB": 1 << 30, "TIB": 1 << 40}
 _MARKS = {"ok": "ok", "note": "--", "problem": "!!"}
+
+
+class _NotPrintedError(RuntimeError):
+    """Standard output takes nothing; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +86,26 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command to its end. Returns its exit code: 0, 1 for what is to be changed, or 2."""
     options = Options(**vars(arguments))
     try:
-        times = _measured() if options.measure else None
+        if options.snapshot is None and options.need is not None:
+            raise NothingToSeeError("--need is about a snapshot: give --snapshot FILE too")
         if options.snapshot is None:
-            return _installation(options, times)
+            return _installation(options, _measured() if options.measure else None)
+        times = _measured() if options.measure else None
         found = [(each, advise(each)) for each in _evidences(options.snapshot, options.need, times)]
+        if options.json:
+            _print_json({"devices": [_device_json(*each) for each in found]})
+        else:
+            _print(line for each in found for line in _device_lines(*each))
+    except _NotPrintedError as error:
+        print(f"torchmem doctor: error: {error}", file=sys.stderr)
+        return 2
     except (SnapshotError, NothingToSeeError) as error:
         where = "" if options.snapshot is None else f"{printable(str(options.snapshot), 500)}: "
         print(f"torchmem doctor: error: {where}{error}", file=sys.stderr)
+        if options.json:
+            with suppress(_NotPrintedError):
+                _print_json({"error": f"{where}{error}"})
         return 2
-    if options.json:
-        _print_json({"devices": [_device_json(*each) for each in found]})
-    else:
-        _print(line for each in found for line in _device_lines(*each))
     return int(any(advice for _, advice in found))
 
 
@@ -213,13 +226,15 @@ def _print(lines: Iterator[str] | Sequence[str]) -> None:
         for line in lines:
             print(line)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # whoever read has ended, as `head` does: Python would complain once more when it exits
+    except OSError as error:
+        # Python would complain once more when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # that one: whoever read has ended, as `head` does
+            raise _NotPrintedError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def _bytes(text: str) -> int:
-    number = text.rstrip("BbIiKkMmGg ")
+    number = text.rstrip("BbIiKkMmGgTt ")
     unit = text[len(number) :].strip().upper()
     unit = unit if unit in _UNITS else f"{unit}IB"
     try:
@@ -227,5 +242,7 @@ def _bytes(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         value = 0
     if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be a size, as 600MiB or 1.5GiB")
+        raise argparse.ArgumentTypeError(
+            f"{text}: must be a size in KiB, MiB, GiB or TiB, as 600MiB or 1.5GiB"
+        )
     return value

@@ -27,6 +27,7 @@ from ..allocator.settings import AllocatorSettings
 from ..allocator.source import ASYNC, NATIVE, UNCACHED
 from ..config import Config
 from ..package import INSTRUMENTS
+from .doctor_settings import KNOWN_UNTIL, refused
 from .doctor_signals import Machine, absences
 
 DISTRIBUTION = "opentelemetry-instrumentation-torchmem"
@@ -51,7 +52,7 @@ class Check:
 
 def checks(environ: Mapping[str, str]) -> list[Check]:
     """Everything that can be said without a running process."""
-    return [check for look in _LOOKS for check in look(environ)]
+    return list(dict.fromkeys(check for look in _LOOKS for check in look(environ)))
 
 
 def machine(environ: Mapping[str, str]) -> Machine:
@@ -64,7 +65,8 @@ def machine(environ: Mapping[str, str]) -> Machine:
         backend = ASYNC
     config = Config.of({}, environ, warn=lambda _: None)
     tells_fraction = "def get_per_process_memory_fraction" in _file_of_torch("cuda/memory.py")
-    return Machine(_release(_version("torch")), backend, settings, config, tells_fraction)
+    without_gpu = _hidden(environ) or ("" if _device_files() else "no GPU's device file is seen")
+    return Machine(_release(_version("torch")), backend, settings, config, tells_fraction, without_gpu)
 
 
 # ---- what is installed ----
@@ -126,15 +128,30 @@ def _file_of_torch(name: str) -> str:
 
 
 def _device(environ: Mapping[str, str]) -> Iterator[Check]:
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
-        if environ.get(name) in ("", "-1", "void", "none"):
-            yield Check("device", PROBLEM, f"{name}={environ[name]}: no GPU is visible to this environment")
-            return
-    found = sorted(glob.glob("/dev/nvidia[0-9]*")) or sorted(glob.glob("/dev/kfd")) or glob.glob("/dev/dxg")
-    if found:
+    hidden = _hidden(environ)
+    if hidden:
+        yield Check("device", PROBLEM, hidden)
+    elif found := _device_files():
         yield Check("device", OK, ", ".join(found))
     else:
         yield Check("device", NOTE, "no GPU's device file is seen; CUDA was not initialised to ask it")
+
+
+def _hidden(environ: Mapping[str, str]) -> str:
+    """The variable that hides every GPU, in words; empty where none does."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+        if environ.get(name) in ("", "-1", "void", "none"):
+            return f"{name}={environ[name]}: no GPU is visible to this environment"
+    return ""
+
+
+def _device_files() -> list[str]:
+    """Of NVIDIA's GPUs, AMD's, of either in WSL, and of NVIDIA's boards whose GPU shares the memory."""
+    patterns = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/nvmap")
+    for pattern in patterns:
+        if found := sorted(glob.glob(pattern)):
+            return found
+    return []
 
 
 def _requirements(_: Mapping[str, str]) -> Iterator[Check]:
@@ -205,9 +222,12 @@ def _switches(environ: Mapping[str, str]) -> Iterator[Check]:
 
 def _options(environ: Mapping[str, str]) -> Iterator[Check]:
     said: list[str] = []
-    Config.of({}, environ, warn=said.append)
+    config = Config.of({}, environ, warn=said.append)
     for each in said:
         yield Check("option", PROBLEM, each.removeprefix("torchmem: "))
+    for spec in config.targets:
+        if spec.problem is not None:
+            yield Check("option", PROBLEM, f"{spec.origin}: {spec.target!r} is no target: {spec.problem}")
 
 
 def _allocator(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -219,6 +239,13 @@ def _allocator(environ: Mapping[str, str]) -> Iterator[Check]:
     first, *others = variables or [""]
     if others:
         yield Check("allocator", PROBLEM, f"{first} replaces {', '.join(others)} wholly: set one of them")
+    for why, is_unknown in refused(variables.get(first, "")):
+        release = _release(_version("torch"))
+        if is_unknown and release is not None and release > KNOWN_UNTIL:
+            until = ".".join(map(str, KNOWN_UNTIL))
+            yield Check("allocator", NOTE, f"{first}: {why} (as of torch {until})")
+        else:
+            yield Check("allocator", PROBLEM, f"{first}: {why}: torch fails at CUDA's start")
     if settings.expandable_segments and settings.max_split_size is not None:
         yield Check(
             "allocator", PROBLEM, f"{first}: max_split_size_mb does harm beside expandable_segments:True"
@@ -278,14 +305,18 @@ def _endpoint(exporter: str, signal: str, environ: Mapping[str, str]) -> tuple[s
     if protocol not in _PORTS:
         return Check("exporter", PROBLEM, f"OTLP protocol {protocol}: one of {', '.join(_PORTS)}")
     text = told("ENDPOINT") or f"http://localhost:{_PORTS[protocol]}"
-    parts = urlsplit(text if "//" in text else f"//{text}")
     try:
-        port = parts.port or (443 if parts.scheme == "https" else _PORTS[protocol])
+        parts = urlsplit(text if "//" in text else f"//{text}")
+        scheme, host = parts.scheme, parts.hostname
+        port = parts.port or (443 if scheme == "https" else _PORTS[protocol])
     except ValueError:
-        port = 0
-    if not parts.hostname or not port:
-        return Check("exporter", PROBLEM, f"the endpoint {text} is no address with a port")
-    return parts.hostname, port
+        scheme = host = port = ""
+    if not host or not port:
+        return Check("exporter", PROBLEM, f"the endpoint {text} is no address, as http://host:4317 is")
+    if scheme not in ("http", "https") and (scheme or protocol != "grpc"):
+        what = f"begins with {scheme}://" if scheme else "has no scheme"
+        return Check("exporter", PROBLEM, f"the endpoint {text} {what}: http:// or https://")
+    return host, int(port)
 
 
 def _reached(host: str, port: int, signals: str) -> Check:

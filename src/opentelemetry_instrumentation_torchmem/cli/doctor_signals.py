@@ -31,6 +31,8 @@ _SCALARS = (
     "num_sync_all_streams",
 )  # fmt: skip
 _MIB = 1 << 20
+_OF_GPUS = (Per.DEVICE, Per.HOST, Per.PROCESS, Per.OOM)
+"""What is told only once CUDA is initialised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class Machine:
     config: Config
     tells_fraction: bool = True
     """Whether this release tells the process's memory fraction."""
+    without_gpu: str = ""
+    """Why there is no GPU here, in words; empty where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,8 @@ def absences(machine: Machine) -> dict[str, str]:
     found: dict[str, str] = {}
     if machine.torch is None:
         return {row.name: "torch is not installed" for row in (*METRICS, *REQUEST_METRICS)}
+    if machine.without_gpu:
+        found = {row.name: machine.without_gpu for row in METRICS if row.per in _OF_GPUS}
     ingredients = _everything()
     for applies, why, without in _LOSSES:
         if applies(machine):
