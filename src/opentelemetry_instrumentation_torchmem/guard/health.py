@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from .allowed import calls, check, instance
+from .allowed import Allowed, calls, check, instance, whole_from
 
 SERVICE = "grpc.health.v1.Health"
 _SERVING, _NOT_SERVING, _SERVICE_UNKNOWN = 1, 2, 3
@@ -19,13 +19,19 @@ _LOOK = 0.2
 _ALLOWED = {
     "ready": calls("what is to be called, not what it returned: guard.ready"),
     "services": instance(tuple, "a tuple of names"),
+    "watchers": Allowed(whole_from(0), "a whole number from 0 up"),
 }
 
 
-def grpc_health(ready: Callable[[], bool], services: tuple[str, ...] = ("",)) -> grpc.GenericRpcHandler:
+def grpc_health(
+    ready: Callable[[], bool], services: tuple[str, ...] = ("",), *, watchers: int = 1
+) -> grpc.GenericRpcHandler:
     """A servicer that says SERVING while ``ready()``, ``guard.ready`` that is, for each name among
     ``services``; the empty one is the whole server.
 
+    ``watchers`` is how many may call Watch at one time, each of whom holds a thread of the server's; who
+    comes beyond is told UNIMPLEMENTED, upon which a gRPC client takes the server for healthy and asks no
+    more.
     Example:
         >>> server.add_generic_rpc_handlers((grpc_health(guard.ready),))  # doctest: +SKIP
 
@@ -33,6 +39,8 @@ def grpc_health(ready: Callable[[], bool], services: tuple[str, ...] = ("",)) ->
         ValueError: an argument that is not allowed.
     """
     check("grpc_health", _ALLOWED, locals())
+
+    watching = threading.Semaphore(watchers)
 
     def status(request: bytes) -> int:
         if _service(request) not in services:
@@ -46,16 +54,21 @@ def grpc_health(ready: Callable[[], bool], services: tuple[str, ...] = ("",)) ->
         return _response(told)
 
     def watch(request: bytes, context: Any) -> Iterator[bytes]:
-        gone = threading.Event()
-        if not context.add_callback(gone.set):
-            return
-        last = None
-        while not gone.is_set():
-            told = status(request)
-            if told != last:
-                last = told
-                yield _response(told)
-            gone.wait(_LOOK)
+        if not watching.acquire(blocking=False):
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "too many watch: call Check")
+        try:
+            gone = threading.Event()
+            if not context.add_callback(gone.set):
+                return
+            last = None
+            while not gone.is_set():
+                told = status(request)
+                if told != last:
+                    last = told
+                    yield _response(told)
+                gone.wait(_LOOK)
+        finally:
+            watching.release()
 
     return grpc.method_handlers_generic_handler(
         SERVICE,
