@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -60,6 +61,33 @@ def won(guard: MemoryGuard) -> dict[str, dict[str, int]]:
 
 
 # what each step wins
+
+
+@native.body
+def need_of_a_device_that_is_not_there():
+    instrumented()
+    take(20 * MIB)
+    told = Told()
+    logging.getLogger("opentelemetry_instrumentation_torchmem").addHandler(told)
+    guard = guarded(Headroom(need={"cuda:7": MIB, "cuda:0": MIB}))
+    guard.tick()
+    guard.tick()
+    return told.lines
+
+
+class Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_a_need_of_a_device_that_is_not_there_is_told_once(gpu):
+    assert native(gpu, need_of_a_device_that_is_not_there) == [
+        "torchmem: need names cuda:7, and there is cuda:0"
+    ]
 
 
 @native.body

@@ -471,6 +471,37 @@ def test_a_file_is_there_while_it_is_ready(tmp_path):
     assert not ready.exists()
 
 
+def test_a_file_that_a_killed_server_has_left_is_gone_before_this_one_serves(tmp_path):
+    (tmp_path / "ready").touch()
+    guard = MemoryGuard(ready_file=tmp_path / "ready")
+    assert not (tmp_path / "ready").exists()
+    guard.tick()
+    assert (tmp_path / "ready").exists()
+
+
+def test_a_compaction_that_returns_nothing_is_told_as_what_it_is(caplog):
+    server = Server(compact=lambda: None)
+    server.drain()
+    assert server.pass_by(6) is State.RESTART_WANTED
+    assert server.guard._figures.transitions["failed"] == 0
+    assert "torchmem: compact returned None; allowed is a CompactionOutcome" in caplog.messages
+
+
+def test_two_guards_in_one_process_are_told_of_once_and_a_stopped_one_has_no_thread(caplog):
+    first, second = MemoryGuard(interval=0.01), MemoryGuard(interval=0.01)
+    first.start()
+    thread = first._thread
+    second.start()
+    second.start()
+    first.stop()
+    second.stop()
+    assert not thread.is_alive()
+    assert len([line for line in caplog.messages if "two guards watch in this process" in line]) == 1
+    first.start()
+    first.stop()
+    assert len([line for line in caplog.messages if "two guards" in line]) == 1
+
+
 def test_a_forked_child_begins_anew():
     server = Server()
     server.drain()
@@ -522,7 +553,7 @@ def test_grpc_asks_for_health_as_its_protocol_has_it():
 
     server = Server()
     health = grpc.server(ThreadPoolExecutor(4))
-    health.add_generic_rpc_handlers((grpc_health(server.guard.ready, ("", "app.Engine")),))
+    health.add_generic_rpc_handlers((grpc_health(server.guard.ready, ("", "app.Engine"), watchers=2),))
     port = health.add_insecure_port("127.0.0.1:0")
     health.start()
     serving, not_serving, unknown = b"\x08\x01", b"\x08\x02", b"\x08\x03"
@@ -540,6 +571,14 @@ def test_grpc_asks_for_health_as_its_protocol_has_it():
                 == unknown
             )
             assert next(watch) == serving
+            others = [channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=30) for _ in range(3)]
+            told = []
+            for other in others:
+                try:
+                    told.append(next(other))
+                except grpc.RpcError as refused:
+                    told.append(refused.code())
+            assert told.count(grpc.StatusCode.UNIMPLEMENTED) >= 2, "each would hold a thread"
             server.drain()
             assert check(b"", timeout=30) == not_serving
             assert next(watch) == not_serving

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -23,6 +23,7 @@ from opentelemetry.trace import TracerProvider
 from ..allocator import rooms as allocator_rooms
 from ..allocator.rooms import Rooms
 from ..allocator.sampler import Collection
+from ..allocator.source import initialised_torch
 from .allowed import (
     FILE,
     POLICY,
@@ -49,6 +50,8 @@ from .telling import Figures, Step, Teller
 _T = TypeVar("_T")
 _UNKNOWN = 120.0
 """Seconds after which it is said that the policy has nothing to judge by."""
+_LEAVES = 1.0
+"""Seconds that its thread is waited for at the end."""
 _PACE = 0.1
 """Seconds between two looks while something is under way."""
 
@@ -174,6 +177,8 @@ class MemoryGuard:
         self._teller = Teller(self._figures_now, tracer_provider, meter_provider, logger_provider)
         self._said_sick: bool | None = None
         self._begin()
+        if self._ready_file is not None:  # what a killed one has left says nothing of this one
+            self._attempt("ready_file", self._ready_file.unlink, True)
         _live.add(self)
 
     def _begin(self) -> None:
@@ -218,6 +223,11 @@ class MemoryGuard:
         """Where it is."""
         return self._machine.state
 
+    @property
+    def watches(self) -> bool:
+        """Whether it was started and not stopped."""
+        return self._thread is not None
+
     def request(self) -> Request:
         """Count something in flight, without a web framework: ``with guard.request():`` on a thread, ``async
         with guard.request():`` on an event loop. It waits at the gate as a request of the middleware's does,
@@ -237,6 +247,8 @@ class MemoryGuard:
                 target=self._run, args=(self._ended,), name="torchmem-guard", daemon=True
             )
             thread = self._thread
+        if any(other is not self and other.watches for other in tuple(_live)):
+            self._say("two guards", "two guards watch in this process, and each would clear: one is enough")
         try:
             thread.start()
         except RuntimeError as error:  # the interpreter ends
@@ -245,8 +257,10 @@ class MemoryGuard:
     def stop(self) -> None:
         """Watch no more, and hold no place. What is being cleared is cleared to its end."""
         with self._lock:
-            self._thread = None
+            thread, self._thread = self._thread, None
             self._ended.set()
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+            thread.join(_LEAVES)  # what it had begun to take is then given back below
         self._attempt("release_place", self._release_place)
         self._attempt("ready_file", self._touch)
 
@@ -518,7 +532,11 @@ class MemoryGuard:
 
     def _try_to_compact(self) -> CompactionOutcome:
         try:
-            return self._compact() if self._compact is not None else CompactionOutcome(refused="none given")
+            outcome: object = self._compact() if self._compact is not None else None
+            if isinstance(outcome, CompactionOutcome):
+                return outcome
+            self._say("compact", "compact returned %r; allowed is a CompactionOutcome", outcome)
+            return CompactionOutcome(refused=f"compact returned {outcome!r}, no CompactionOutcome")
         except BaseException as error:  # this thread is the guard's alone
             self._say("compact", "compaction failed: %r", error)
             return CompactionOutcome(refused=f"it raised {error!r}")
@@ -557,7 +575,16 @@ class MemoryGuard:
         if isinstance(self._policy, Headroom):
             needs = {each.name: self._policy.need_of(each) for each in devices}
             self._figures.needs = {name: need for name, need in needs.items() if need is not None}
+            self._tell_strangers(self._policy)
         return Readings(devices, self._clock(), cleared=fresh, was_sick=self._machine.sick)
+
+    def _tell_strangers(self, policy: Headroom) -> None:
+        torch = initialised_torch()
+        if torch is None or not isinstance(policy.need, Mapping):
+            return
+        known = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        for name in policy.need.keys() - known:
+            self._say(f"need {name}", "need names %s, and there is %s", name, ", ".join(known))
 
     def _judge(self, readings: Readings | None) -> Verdict:
         if readings is None:
