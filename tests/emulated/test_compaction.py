@@ -137,6 +137,30 @@ def test_a_fragmented_server_gets_headroom_to_within_a_rounding_step_of_all_that
         assert got["reserved"] < got["reserved_before"]
 
 
+@in_modes(*MODES)
+def rests():
+    """What is held for a few weights of one size, in MiB, and the free bytes beyond the headroom."""
+    import torch
+
+    told = []
+    for sizes in ((3 * MIB, 2 * MIB), (700 << 10,) * 10, (11 * MIB + 4,) * 3):
+        model = weights(*sizes)
+        outcome = Compaction(model)()
+        free, _ = torch.cuda.mem_get_info()
+        told.append([torch.cuda.memory_reserved() // MIB, free - outcome.headroom_after])
+        del model
+        torch.cuda.empty_cache()
+    return told
+
+
+@in_each_mode
+def test_what_few_or_small_weights_leave_unused_is_what_is_documented(gpu, mode):
+    got = together[mode](gpu, rests)
+    # 5 MiB in one segment of 20; ten of 0.7 MiB two by two, or in pages; 33 MiB and a little
+    assert [held for held, _ in got] == {"native": [20, 10, 34], "expandable": [20, 8, 40]}[mode]
+    assert all(beyond < {"native": STEP, "expandable": PAGE}[mode] for _, beyond in got)
+
+
 @pytest.mark.parametrize("mode", [mode for mode in SETTINGS if mode not in MODES])
 def test_settings_that_forbid_a_segment_for_all_lose_no_value_and_no_headroom(gpu, mode):
     for got in together[mode](gpu, wins):
