@@ -256,7 +256,7 @@ def test_the_slack_policy_with_the_storys_numbers_on_a_clock_that_runs_faster(gp
     timing = {"cool_down": 300, "probe_period": 10, "probe_failures": 3, "drain_limit": 6000, "min_uptime": 0}
     timing |= {"hold_limit": 20, "clear_limit": 6000, "restart_limit": 60000}
     told = {"app": "example", "policy": "slack", "timing": timing, "faster": 100, "weights_mib": 400}
-    cycles = 3
+    cycles = CYCLES
     with guarded(gpu, told) as (supervisor, _, load):
         load.go(generate, pause=0.2)
         load.go(stream, pause=0.2)
@@ -325,29 +325,28 @@ def test_what_live_memory_traps_is_won_by_compaction_and_no_request_is_lost(gpu)
     assert won["compaction"] > 800 << 20
 
 
+UVICORN = [
+    "-m", "uvicorn", "--workers", "2", "--log-level", "warning", "--app-dir", str(HERE), "guarded_server:app",
+]  # fmt: skip
+GUNICORN = [
+    "-m", "gunicorn", "--workers", "2", "--worker-class", "asgi", "--log-level", "warning", "--chdir", str(HERE),
+    "guarded_server:app",
+]  # fmt: skip
+
+
 @pytest.mark.timeout(600)
-def test_workers_that_share_a_socket_gate_arrivals_and_the_supervisor_replaces_one_at_a_time(gpu, tmp_path):
+@pytest.mark.parametrize(("command", "bind"), [(UVICORN, "--port={}"), (GUNICORN, "--bind=127.0.0.1:{}")])
+def test_workers_that_share_a_socket_gate_arrivals_and_the_supervisor_replaces_one_at_a_time(
+    gpu, tmp_path, command, bind
+):
     told = {"app": "bare", "policy": "headroom", "need_mib": 700, "restart": "sigterm", "timing": TIMING}
     told |= {"places": str(tmp_path / "places")}
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "uvicorn",
-        "--workers",
-        "2",
-        "--log-level",
-        "warning",
-        "--port",
-        str(port),
-        "--app-dir",
-        str(HERE),
-    ]
     errors = tmp_path / "errors"
     with errors.open("wb") as log:
         process = gpu.popen(
-            [*command, "guarded_server:app"],
+            [sys.executable, *command, bind.format(port)],
             memory="3GiB",
             env={"GUARDED": json.dumps(told), "GUARDED_WATCHES": "1"},
             stderr=log,
