@@ -32,7 +32,8 @@ REASONS = {
     ":rise[23]h": "nothing has grown for hours",
     "exhaustion_seconds": "headroom has not fallen for hours",
     "RUNBOOK.md: .*_?low1h{.* (<=|>=) torchmem": "compares with an hour before",
-    r"RUNBOOK.md: TorchMemHeadroomBelowNeed: min by .* > on": "has a value once that is mended",
+    r"RUNBOOK.md: TorchMemHeadroomBelowNeed: sum by .* > on": "has a value once that is mended",
+    "torchmem:identity:falls10m": "every process has an identity of its own",
 }
 """Why there may be no data: by a pattern over a metric's name, or over the place of a query and its text."""
 

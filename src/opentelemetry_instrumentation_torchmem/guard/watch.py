@@ -691,7 +691,6 @@ def _device_readings(collection: Collection, rooms: Rooms, now: float) -> tuple[
         trapped = reading.inactive_split
         if trapped is None and known is not None:
             trapped = known.split_free
-        headroom = None if known is None or known.headroom is None else known.headroom.least
         readings.append(
             DeviceReadings(
                 name=device.name,
@@ -700,7 +699,7 @@ def _device_readings(collection: Collection, rooms: Rooms, now: float) -> tuple[
                 reserved=reading.reserved,
                 active=reading.active,
                 trapped=trapped,
-                headroom=headroom,
+                headroom=state.headroom,
                 headroom_at=None if state.map_age is None else now - state.map_age,
                 need=rooms.growth.largest(device.index),
             )
