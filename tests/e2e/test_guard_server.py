@@ -329,8 +329,8 @@ UVICORN = [
     "-m", "uvicorn", "--workers", "2", "--log-level", "warning", "--app-dir", str(HERE), "guarded_server:app",
 ]  # fmt: skip
 GUNICORN = [
-    "-m", "gunicorn", "--workers", "2", "--worker-class", "asgi", "--log-level", "warning", "--chdir", str(HERE),
-    "guarded_server:app",
+    "-m", "gunicorn", "--workers", "2", "--worker-class", "asgi", "--log-level", "warning",
+    "--chdir", str(HERE), "guarded_server:app",
 ]  # fmt: skip
 
 

@@ -115,6 +115,17 @@ def test_what_hangs_while_serving_is_said_once_and_asked_again_when_it_has_ended
     assert State.DRAINING in {driven.pass_by(10), driven.pass_by(10)}
 
 
+def test_a_lease_that_comes_when_the_guard_has_been_stopped_is_given_back():
+    def lease() -> Any:
+        driven.guard.stop()
+        return lambda: returned.append("given back")
+
+    returned: list[str] = []
+    driven = Driven(lease=lease)
+    assert driven.drain() is State.SERVING
+    assert returned == ["given back"]
+
+
 def test_a_policy_that_ends_its_thread_does_not_end_the_guards(caplog):
     guard = MemoryGuard(ends, interval=0.01, readings=lambda fresh: Readings((), 0.0, cleared=fresh))
     with caplog.at_level(logging.WARNING):

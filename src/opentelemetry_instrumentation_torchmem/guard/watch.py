@@ -345,6 +345,8 @@ class MemoryGuard:
         place = Place(granted=False)
         try:
             place = self._place()
+            if self._ended.is_set():  # stopped meanwhile
+                place = Place(granted=False)
         finally:
             if not place.granted:
                 self._attempt("release_place", self._release_place)
