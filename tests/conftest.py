@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "needs_emulation: steers the GPU or its size: runs on the emulated one, also beside a real one",
     )
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # as a shell starts what runs in its background; the processes of tests would ignore it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
