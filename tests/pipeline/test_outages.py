@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an outage costs: not the server its speed, not the counters their truth, not what was queued.
 
-Outages last a few seconds here; OUTAGE_SECONDS=60 makes each a minute, as on CI. The rest of the
+Outages last a few seconds here; OUTAGE_SECONDS=60 makes each a minute; on CI 20 s. The rest of the
 pipeline's times are scaled as `Pace` says.
 """
 
