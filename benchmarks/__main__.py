@@ -136,7 +136,6 @@ median over the rounds, the quartiles are theirs. Absolute times, in the last co
   other threads interrupt. A core's share counts, for ten seconds, a thousand requests that do nothing, one
   collection and a snapshot, with all that the SDK does for the spans and the metrics. The longest wait is
   that of a request which comes just when a snapshot begins: 500 requests a second came.
-
 - **A request through the guard** is one that the guard's middleware passes on while the server is ready; its
   floor is a middleware that does nothing but pass it on. The application, which sends a start and a body, is
   the same.
