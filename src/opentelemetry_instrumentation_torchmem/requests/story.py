@@ -157,8 +157,9 @@ def nothing_new(before: RawReading, after: RawReading, concurrent: int, recordin
             _DEVICE_SYNCS: a["num_sync_all_streams"] - b["num_sync_all_streams"],
             _TURNOVER: turnover,
         }
-        if not LIVING:
-            told[_FRAGMENTATION] = a["inactive_split_bytes"]["all"]["current"] / reserved
+        split = a.get("inactive_split_bytes")
+        if split is not None and not LIVING:
+            told[_FRAGMENTATION] = split["all"]["current"] / reserved
         if concurrent == 1:
             told[_ALLOCATED_DELTA] = delta
         return told
