@@ -24,8 +24,9 @@ from opentelemetry_instrumentation_torchmem.signals import (
 )
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "prometheus")]  # siblings that are no package
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "prometheus")]  # siblings that are no package
 
+from generated_files import check, write  # noqa: E402
 from panels import GREEN, NEUTRAL, ORANGE, RED, Board, Column, Panel, Query, Row, Text, Variable, dashboard_of  # noqa: E402
 from rules import prometheus_names  # noqa: E402
 
@@ -863,15 +864,7 @@ def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--check"]):
         print(f"build.py takes --check or nothing, not {' '.join(arguments)}", file=sys.stderr)
         return 2
-    texts = documents()
-    if arguments:
-        stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
-        for path in stale:
-            print(f"stale: {path}: run `python collector-config/grafana/build.py`", file=sys.stderr)
-        return 1 if stale else 0
-    for path, text in texts.items():
-        path.write_text(text)
-    return 0
+    return check(documents(), "grafana/build.py") if arguments else write(documents())
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent
-sys.path.insert(0, str(CONFIG / "prometheus"))  # a sibling that is no package
+sys.path[:0] = [str(CONFIG), str(CONFIG / "prometheus")]  # siblings that are no package
 
+from generated_files import check, write  # noqa: E402
 from rules import FILES, groups  # noqa: E402
 
 HEADER = (
@@ -111,15 +112,7 @@ def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--check"]):
         print(f"generate.py takes --check or nothing, not {' '.join(arguments)}", file=sys.stderr)
         return 2
-    texts = documents()
-    if arguments:
-        stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
-        for path in stale:
-            print(f"stale: {path}: run `python collector-config/kubernetes/generate.py`", file=sys.stderr)
-        return 1 if stale else 0
-    for path, text in texts.items():
-        path.write_text(text)
-    return 0
+    return check(documents(), "kubernetes/generate.py") if arguments else write(documents())
 
 
 if __name__ == "__main__":

@@ -39,9 +39,13 @@ from opentelemetry_instrumentation_torchmem.signals import (
     RequestMetric,
 )
 
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # a sibling that is no package
+
+from generated_files import check, write  # noqa: E402
+
 ROWS: tuple[Metric | RequestMetric, ...] = (*METRICS, *GUARD_METRICS, *REQUEST_METRICS)
 """Every metric of the table."""
-HERE = Path(__file__).resolve().parent
 RULES = HERE / "rules"
 HEADER = (
     "# SPDX-License-Identifier: Apache-2.0\n"
@@ -530,15 +534,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.runbook != RUNBOOK and chosen.to.resolve() == RULES and not chosen.check:
         parser.error(f"--runbook needs --to: the files in {RULES.name}/ are those without it")
     texts = {chosen.to / file: document(file, chosen.scale, chosen.runbook) for file in FILES}
-    if chosen.check:
-        stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
-        for path in stale:
-            print(f"stale: {path}: run `python collector-config/prometheus/rules.py`", file=sys.stderr)
-        return 1 if stale else 0
-    chosen.to.mkdir(parents=True, exist_ok=True)
-    for path, text in texts.items():
-        path.write_text(text)
-    return 0
+    return check(texts, "prometheus/rules.py") if chosen.check else write(texts)
 
 
 def _positive(text: str) -> float:
