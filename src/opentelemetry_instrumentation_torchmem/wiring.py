@@ -15,8 +15,7 @@ from opentelemetry._logs import LoggerProvider
 from opentelemetry.metrics import MeterProvider, get_meter_provider
 from opentelemetry.trace import ProxyTracerProvider, TracerProvider, get_tracer, get_tracer_provider
 
-from . import oom
-from .allocator import rooms
+from . import oom, rooms
 from .allocator.captures import CaptureWatch
 from .allocator.dump import DumpDirectory
 from .allocator.growth import Growth

@@ -20,8 +20,7 @@ from opentelemetry.metrics import (
 )
 from opentelemetry.trace import Span, TracerProvider, get_tracer, set_span_in_context
 
-from .. import signals
-from ..allocator import rooms
+from .. import rooms, signals
 from ..oom import OomLog
 from ..package import NAME
 from ..signals import GUARD_METRICS, Metric

@@ -20,10 +20,10 @@ from opentelemetry._logs import LoggerProvider
 from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import TracerProvider
 
-from ..allocator import rooms as allocator_rooms
-from ..allocator.rooms import Rooms
+from .. import rooms as package_rooms
 from ..allocator.sampler import Collection
 from ..allocator.source import initialised_torch
+from ..rooms import Rooms
 from .allowed import (
     FILE,
     POLICY,
@@ -546,7 +546,7 @@ class MemoryGuard:
     # what is known
 
     def _rooms(self) -> Rooms:
-        wired = allocator_rooms.wired()
+        wired = package_rooms.wired()
         if wired is not None:
             return wired
         if self._alone is None:

@@ -11,13 +11,13 @@ from opentelemetry._logs import LoggerProvider
 from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import TracerProvider
 
-from ..telemetry import OwnTelemetry
-from .captures import CaptureWatch
-from .growth import Growth
-from .pools import PoolWatch
-from .sampler import Sampler
-from .survey import Survey
-from .windows import OpenWindows
+from .allocator.captures import CaptureWatch
+from .allocator.growth import Growth
+from .allocator.pools import PoolWatch
+from .allocator.sampler import Sampler
+from .allocator.survey import Survey
+from .allocator.windows import OpenWindows
+from .telemetry import OwnTelemetry
 
 
 @dataclass(frozen=True, slots=True)
