@@ -69,16 +69,17 @@ def find_torch(python: str = sys.executable) -> Torch | None:
 def _header_version(directory: Path) -> int | None:
     """CUDART_VERSION of a complete set of headers."""
     header = directory / "cuda_runtime_api.h"
-    needed = ("cuda.h", "driver_types.h", "crt/host_defines.h")
+    needed = ("cuda.h", "driver_types.h")
     if not header.is_file() or not all((directory / name).is_file() for name in needed):
         return None
     found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"))
     return int(found[1]) if found else None
 
 
-def find_headers(torch: Torch) -> tuple[Path, int]:
+def find_headers(torch: Torch) -> tuple[list[Path], int]:
     """The headers of torch's CUDA: from torch's own wheels, else a toolkit of the same major version."""
     packages, major = torch.packages, torch.cuda_major
+    compiler = packages / "nvidia" / "cuda_nvcc" / "include"  # crt/, where the runtime's wheel is without
     places = [
         packages / "triton" / "backends" / "nvidia" / "include",
         packages / "nvidia" / f"cu{major}" / "include",
@@ -90,11 +91,14 @@ def find_headers(torch: Torch) -> tuple[Path, int]:
     for place in places:
         version = _header_version(place)
         if version is not None and version // 1000 == major:
-            return place, version
+            found = [one for one in (place, compiler) if (one / "crt" / "host_defines.h").is_file()]
+            if found:
+                return list(dict.fromkeys([place, *found])), version
     looked = "\n  ".join(str(place) for place in places)
     raise CannotBuild(
         f"no complete headers of CUDA {major} (cuda_runtime_api.h, cuda.h, crt/) for torch {torch.version}; "
-        f"the triton that this torch asks for brings them, else set CUDA_HOME. Looked in:\n  {looked}"
+        f"the triton that this torch asks for brings them, and so do nvidia-cuda-runtime and nvidia-cuda-nvcc "
+        f"together, else set CUDA_HOME. Looked in:\n  {looked}"
     )
 
 
@@ -139,7 +143,8 @@ def build(python: str = sys.executable) -> Path:
         nothing = Path(aside) / "nothing.c"
         nothing.write_text(_do_nothing_source(torch))
         for library, sources in SOURCES.items():
-            command = ["gcc", *FLAGS, "-I", str(HERE), "-isystem", str(headers), f"-Wl,-soname,{library}"]
+            command = ["gcc", *FLAGS, "-I", str(HERE), f"-Wl,-soname,{library}"]
+            command += [part for place in headers for part in ("-isystem", str(place))]
             command += ["-o", str(out / library), *(str(HERE / source) for source in sources)]
             if library == PRELOAD:
                 command += [str(nothing), "-lpthread", "-ldl"]
