@@ -97,8 +97,8 @@ def find_headers(torch: Torch) -> tuple[list[Path], int]:
     looked = "\n  ".join(str(place) for place in places)
     raise CannotBuild(
         f"no complete headers of CUDA {major} (cuda_runtime_api.h, cuda.h, crt/) for torch {torch.version}; "
-        f"the triton that this torch asks for brings them, and so do nvidia-cuda-runtime and nvidia-cuda-nvcc "
-        f"together, else set CUDA_HOME. Looked in:\n  {looked}"
+        f"the triton that this torch asks for brings them, and so do nvidia-cuda-runtime and -nvcc together, "
+        f"else set CUDA_HOME. Looked in:\n  {looked}"
     )
 
 
