@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stands small libraries in for CUDA's large ones, so that a torch installed alone can be imported and run.
 
-A CUDA build of torch wants cuBLAS, cuDNN, cuFFT and a dozen others, 3 GB of them, and on the emulated GPU none
-of their functions ever runs. What is missing is made from what torch's own libraries ask for: each function is
-there, and says that it failed. They lie beside torch's libraries: only for an environment made for it.
+A CUDA build of torch wants cuBLAS, cuDNN, cuFFT and a dozen others, 3 GB of them, and on the emulated GPU
+none of their functions ever runs. What is missing is made from what torch's own libraries ask for: each
+function is there, and says that it failed. They lie beside torch's: only in an environment made for it.
 Standard library only, any Python >= 3.10; torch is not imported.
 """
 
