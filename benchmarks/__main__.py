@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 
-from . import collection, guard, harness, requests, snapshots, start
+from . import collection, guard, harness, requests, rivals, snapshots, start
 from .harness import Figure
 
 sys.path.insert(0, str(harness.ROOT / "tests"))
@@ -26,6 +26,7 @@ GROUPS = {
     "requests": ("A measured call", requests.figures),
     "snapshots": ("The analysis of a snapshot", snapshots.figures),
     "guard": ("A request through the guard", guard.figures),
+    "rivals": ("Beside what one would otherwise pick", rivals.figures),
 }
 PAGE = harness.ROOT / "docs" / "PERFORMANCE.md"
 
@@ -139,6 +140,19 @@ median over the rounds, the quartiles are theirs. Absolute times, in the last co
 - **A request through the guard** is one that the guard's middleware passes on while the server is ready; its
   floor is a middleware that does nothing but pass it on. The application, which sends a start and a body, is
   the same.
+- **What one would otherwise pick** runs in the same process, as its documentation or the usual article has it.
+  Nothing is a goal there, for none of them does the same: see what each tells, below. A collection and its
+  export goes by OTLP over HTTP to another process, an update and its scrape is fetched by another process; what
+  is counted is the CPU time of all threads of the process that is measured, 50 ms after the cycle before. A
+  request's longest wait is that of the requests, one each half millisecond, that come while such a cycle runs
+  on another thread.
+
+| | what it tells | what it does not |
+|---|---|---|
+| this package | of a call: memory before and its change, new peaks, retries, OOMs, driver calls, turnover, fragmentation, shapes; whether other calls overlapped, and then only what still means something; streams to their end. Of the process: the ledger, headroom, and the statistics by pool, on every device in use; counters that bear resets | |
+| `memory_stats` in a span by hand | the same figures of a call, on the device that was asked for, where someone has written them down | whether other calls overlapped (its differences are then theirs too), streams, errors; anything between calls |
+| a Prometheus client's thread | eight figures of each device once a second, and the client's own of process and interpreter | any call, and what came and went between two readings; a ledger; headroom; with counters as gauges, what a reset took |
+| torchtel 0.0.3 | a span, without figures, for each `forward` of one model (and for optimizer, backward pass and data loader); bytes allocated and reserved on the current device | any figure of a call; every other metric |
 
 What a measured call costs above its floor is some hundred lines of Python, run once: about 16 function
 calls and one object. Looked at part by part on the first of these machines, of 9.5 µs for one with a span 2

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interleaved timing of several sides, and the figures that come of it.
 
-Sides take turns, so that what else the machine does meets them alike; time is the thread's own on the CPU.
+Sides take turns, so that what else the machine does meets them alike; time is the thread's own on the CPU, or
+the process's where several threads do the work.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
-from time import thread_time_ns
+from time import sleep, thread_time_ns
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,8 +49,17 @@ class Figure:
         return self.goal is None or self.value <= self.goal
 
 
-def interleaved(sides: Mapping[str, Side], rounds: int, calls: int = 1) -> Times:
-    """Time each side in turn, ``calls`` times in each round; every second round in reverse order."""
+def interleaved(
+    sides: Mapping[str, Side],
+    rounds: int,
+    calls: int = 1,
+    clock: Callable[[], int] = thread_time_ns,
+    pause: float = 0.0,
+) -> Times:
+    """Time each side in turn, ``calls`` times in each round; every second round in reverse order.
+
+    ``clock`` tells nanoseconds; ``pause`` is so many seconds before each turn, which are not counted.
+    """
     for side in sides.values():
         for _ in range(3 * calls):
             side()
@@ -60,10 +70,12 @@ def interleaved(sides: Mapping[str, Side], rounds: int, calls: int = 1) -> Times
     for turn in range(rounds):
         for name, side in order if turn % 2 else reversed(order):
             many = range(calls)
-            began = thread_time_ns()
+            if pause:
+                sleep(pause)
+            began = clock()
             for _ in many:
                 side()
-            times[name].append((thread_time_ns() - began) / calls / 1000)
+            times[name].append((clock() - began) / calls / 1000)
     gc.unfreeze()
     return times
 
