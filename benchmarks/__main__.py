@@ -140,19 +140,23 @@ median over the rounds, the quartiles are theirs. Absolute times, in the last co
 - **A request through the guard** is one that the guard's middleware passes on while the server is ready; its
   floor is a middleware that does nothing but pass it on. The application, which sends a start and a body, is
   the same.
-- **What one would otherwise pick** runs in the same process, as its documentation or the usual article has it.
-  Nothing is a goal there, for none of them does the same: see what each tells, below. A collection and its
-  export goes by OTLP over HTTP to another process, an update and its scrape is fetched by another process; what
-  is counted is the CPU time of all threads of the process that is measured, 50 ms after the cycle before. A
-  request's longest wait is that of the requests, one each half millisecond, that come while such a cycle runs
-  on another thread.
-
-| | what it tells | what it does not |
-|---|---|---|
-| this package | of a call: memory before and its change, new peaks, retries, OOMs, driver calls, turnover, fragmentation, shapes; whether other calls overlapped, and then only what still means something; streams to their end. Of the process: the ledger, headroom, and the statistics by pool, on every device in use; counters that bear resets | |
-| `memory_stats` in a span by hand | the same figures of a call, on the device that was asked for, where someone has written them down | whether other calls overlapped (its differences are then theirs too), streams, errors; anything between calls |
-| a Prometheus client's thread | eight figures of each device once a second, and the client's own of process and interpreter | any call, and what came and went between two readings; a ledger; headroom; with counters as gauges, what a reset took |
-| torchtel 0.0.3 | a span, without figures, for each `forward` of one model (and for optimizer, backward pass and data loader); bytes allocated and reserved on the current device | any figure of a call; every other metric |
+- **What one would otherwise pick** runs in the same process, as its documentation or the usual article has
+  it. Nothing is a goal there, for none of them does the same. A collection and its export goes by OTLP over
+  HTTP to another process, an update and its scrape is fetched by another one; what is counted is the CPU time
+  of all threads of the process that is measured, 50 ms after the cycle before. A request's longest wait is
+  that of the requests, one each half millisecond, that come while such a cycle runs on another thread.
+  - This package tells of a call its memory before and what changed, new peaks, retries, OOMs, calls of the
+    driver, turnover, fragmentation and shapes; whether other calls overlapped, and then only what still means
+    something; of streams to their end. Of the process: the ledger, headroom and the statistics by pool, of
+    every device in use, with counters that bear the user's resets.
+  - `memory_stats` in a span by hand tells the same figures of a call, on the device that was asked for, where
+    someone has written them down. It does not tell whether other calls overlapped (its differences are then
+    theirs too), follows no stream, and knows nothing between the calls.
+  - A Prometheus client's thread tells eight figures of each device, once a second, and the client's own of
+    process and interpreter. It knows no call, nor what came and went between two updates, no ledger and no
+    headroom; its counters are gauges, which a reset sets back.
+  - torchtel 0.0.3 makes a span, without figures, for each `forward` of one model (and for what a training
+    loop does), and tells the bytes allocated and reserved on the current device.
 
 What a measured call costs above its floor is some hundred lines of Python, run once: about 16 function
 calls and one object. Looked at part by part on the first of these machines, of 9.5 µs for one with a span 2
