@@ -29,28 +29,33 @@ def _said(tool: str, *arguments: str) -> str:
     return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def missing(torch: build.Torch) -> dict[str, set[str]]:
+Functions = dict[str, set[str]]
+"""By the version that torch asks for; an empty text where it asks for none."""
+
+
+def missing(torch: build.Torch) -> dict[str, Functions]:
     """The libraries that torch wants and that lie nowhere in its environment, each with its functions."""
-    directory = torch.packages / "torch" / "lib"
-    own = sorted(directory.glob("*.so*"))
-    there = {path.name for path in (*own, *torch.packages.glob("nvidia/**/lib/*.so*"))}
-    wanted: dict[str, set[str]] = {}
-    unversioned: set[str] = set()
-    versioned: dict[str, set[str]] = defaultdict(set)
+    own = sorted((torch.packages / "torch" / "lib").glob("*.so*"))
+    there = {path.name for path in (*own, *torch.packages.glob("nvidia/**/lib/*.so*"))} | OURS
+    wanted: dict[str, Functions] = {}
+    asked: Functions = defaultdict(set)
     for library in own:
         for name in re.findall(r"NEEDED.*\[(.*)\]", _said("readelf", "-d", str(library))):
-            if NVIDIA.fullmatch(name) and name not in there | OURS:
-                wanted[name] = set()
+            if NVIDIA.fullmatch(name) and name not in there:
+                wanted.setdefault(name, {"": set()})
+        needed = _said("readelf", "-V", "--wide", str(library)).partition("Version needs")[2]
+        for name, versions in re.findall(r"File: (\S+) (.*?)(?=File:|\Z)", needed, re.DOTALL):
+            if name in wanted:
+                wanted[name] |= {version: set[str]() for version in re.findall(r"Name: (\S+)", versions)}
         for symbol in re.findall(r"^\s+U (\S+)$", _said("nm", "-D", str(library)), re.MULTILINE):
             function, _, version = symbol.partition("@")
-            if version:
-                versioned[version].add(function)
-            else:
-                unversioned.add(function)
+            asked[version].add(function)
     for name, functions in wanted.items():
-        functions |= versioned[name]
-        stem = name[3:].split(".")[0].split("-")[0].lower()  # libnccl.so.2: the functions are nccl...
-        functions |= {function for function in unversioned if function.lower().startswith(stem)}
+        stem = name[3:].split(".")[0].split("-")[0].lower()  # libnccl.so.2: its functions are nccl...
+        for version in functions:
+            functions[version] = {
+                function for function in asked[version] if version or function.lower().startswith(stem)
+            }
     return wanted
 
 
@@ -66,12 +71,19 @@ def make(python: str) -> list[str]:
     wanted = missing(torch)
     for library, functions in wanted.items():
         with tempfile.TemporaryDirectory() as scratch:
-            source = Path(scratch) / "standin.c"
-            lines = (f"int {function}(void) {{ return 1; }}" for function in sorted(functions))
-            source.write_text("\n".join(lines) + "\n")
-            # the version that torch asks for is the library's own name, as this flag has it
-            command = ["gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library}", "-Wl,--default-symver"]
-            command += ["-fno-builtin", "-o", str(torch.packages / "torch" / "lib" / library), str(source)]
+            source, versions = Path(scratch) / "standin.c", Path(scratch) / "versions"
+            names = sorted(set().union(*functions.values()))
+            source.write_text("".join(f"int {name}(void) {{ return 1; }}\n" for name in names))
+            versions.write_text(
+                "".join(
+                    f"{version} {{ {' '.join(f'{name};' for name in sorted(there))} }};\n"
+                    for version, there in functions.items()
+                    if version
+                )
+            )
+            command = ["gcc", "-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{library}"]
+            command += [f"-Wl,--version-script={versions}"] if versions.stat().st_size else []
+            command += ["-o", str(torch.packages / "torch" / "lib" / library), str(source)]
             done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise build.CannotBuild(f"gcc could not build a stand-in for {library}:\n{done.stderr}")
