@@ -6,10 +6,10 @@ PY := .venv/bin/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full test e2e faults proof lint bench truth docs constraints clean
+.PHONY: help demo demo-full test e2e faults proof lint bench bench-check bench-baseline truth docs constraints clean
 
 help: ## print the targets
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -47,6 +47,12 @@ lint: $(READY) ## ruff, pyright in strict mode, generated files fresh
 
 bench: $(READY) ## what this package costs, as ratios against a floor in the same run
 	@$(PY) -m benchmarks
+
+bench-check: $(READY) ## compare what the paths cost with benchmarks/baseline.json: fails if one is worse
+	@$(PY) -m benchmarks --against
+
+bench-baseline: $(READY) ## make what the paths cost now that baseline, for this Python
+	@$(PY) -m benchmarks --write-baseline
 
 truth: $(READY) ## headroom and free blocks against the real allocator in 10,000 random states
 	$(PY) tests/truth/run.py --states $(or $(STATES),10000)

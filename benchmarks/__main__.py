@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 
-from . import collection, guard, harness, requests, rivals, snapshots, start
+from . import collection, gate, guard, harness, requests, rivals, snapshots, start
 from .harness import Figure
 
 sys.path.insert(0, str(harness.ROOT / "tests"))
@@ -38,7 +38,13 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(harness.ROOT)}")
     parser.add_argument("--strict", action="store_true", help="exit 1 when a goal is missed")
+    parser.add_argument("--against", action="store_true", help="compare with the baseline: 1 if it is worse")
+    parser.add_argument("--write-baseline", action="store_true", help="make what is measured the baseline")
     options = parser.parse_args()
+    if options.against or options.write_baseline:
+        if len(sys.argv) > 2:
+            parser.error("--against and --write-baseline stand alone")
+        sys.exit(gate.against() if options.against else gate.write())
     if options.write and (options.only or options.quick):
         parser.error("--write takes a whole run")
 

@@ -113,9 +113,9 @@ def compare(used: int, rounds: int) -> list[Figure]:
     ]
 
 
-def instrumented() -> InMemoryMetricReader:
+def instrumented(**options: Any) -> InMemoryMetricReader:
     reader = InMemoryMetricReader()
-    TorchMemInstrumentor().instrument(meter_provider=MeterProvider([reader]))
+    TorchMemInstrumentor().instrument(meter_provider=MeterProvider([reader]), **options)
     return reader
 
 

@@ -104,9 +104,10 @@ def _microseconds(times: Times, side: str, floor: str) -> str:
     return f"{median(times[side]):.1f} against {median(times[floor]):.1f} µs"
 
 
-def child(module: str, *arguments: str, devices: int = 1) -> list[str]:
+def child(module: str, *arguments: str, devices: int = 1, emulated: bool = False) -> list[str]:
     """The command of a process of one's own on the GPU, the emulated one where there is none."""
-    run = [str(ROOT / "tests" / "emulator" / "run"), "--real-if-present", "--memory", "4GiB"]
+    run = [str(ROOT / "tests" / "emulator" / "run"), "--memory", "4GiB"]
+    run += [] if emulated else ["--real-if-present"]
     return [*run, "--devices", str(devices), "--", sys.executable, "-m", f"benchmarks.{module}", *arguments]
 
 
@@ -119,17 +120,24 @@ def environment(**extra: str) -> dict[str, str]:
 
 def figures_of(module: str, *arguments: str, devices: int = 1) -> list[Figure]:
     """The figures that a module prints when it runs in a process of its own on the GPU."""
+    return [Figure(**figure) for figure in json.loads(output_of(module, *arguments, devices=devices))]
+
+
+def output_of(
+    module: str, *arguments: str, devices: int = 1, emulated: bool = False, **variables: str
+) -> str:
+    """The last line that it prints."""
     done = subprocess.run(
-        child(module, *arguments, devices=devices),
+        child(module, *arguments, devices=devices, emulated=emulated),
         check=False,
         cwd=ROOT,
-        env=environment(),
+        env=environment(**variables),
         capture_output=True,
         text=True,
     )
     if done.returncode:
         sys.exit(f"benchmarks.{module} failed:\n{done.stderr}")
-    return [Figure(**figure) for figure in json.loads(done.stdout.splitlines()[-1])]
+    return done.stdout.splitlines()[-1]
 
 
 def print_figures(figures: Sequence[Figure]) -> None:
