@@ -259,15 +259,37 @@ def _none_in_force(_: int) -> PoolId | None:
 class _Storm:
     """What was seen on one device."""
 
-    __slots__ = ("counts", "examined_at", "last_verdict", "more", "not_before")
+    __slots__ = ("examined_at", "last_verdict", "more", "not_before")
 
     def __init__(self) -> None:
-        self.counts = _none_yet()
         self.not_before = 0.0
         self.more = 0
         self.examined_at = 0.0
         self.last_verdict: str | None = None
         """None while it is being examined."""
+
+
+class Verdicts:
+    """The errors by device and verdict, whichever watch saw them: what was exported must not fall."""
+
+    def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """As if there had been none; in a forked child the parent's lock may be held."""
+        # reentrant: a signal handler may run out of memory in the middle of one
+        self._lock = threading.RLock()
+        self._counts: dict[int, dict[str, int]] = {}
+
+    def add(self, device: int, verdict: str) -> None:
+        """Count an error."""
+        with self._lock:
+            self._counts.setdefault(device, _none_yet())[verdict] += 1
+
+    def of(self, device: int) -> Mapping[str, int]:
+        """Those on a device so far."""
+        with self._lock:
+            return dict(self._counts.get(device) or _none_yet())
 
 
 class OomWatch:
@@ -283,6 +305,7 @@ class OomWatch:
         in_flight: Callable[[], Sequence[tuple[str, float, Sequence[AllocatorReading]]]] = list,
         live_pools: Callable[[], Collection[PoolOn]] = tuple,
         pool_in_force: Callable[[int], PoolId | None] = _none_in_force,
+        verdicts: Verdicts | None = None,
     ) -> None:
         self._pool_in_force = pool_in_force
         self._sampler = sampler
@@ -292,7 +315,8 @@ class OomWatch:
         self._captures = captures
         self._tell = tell
         self._dumps = dumps
-        self.begin_anew()
+        self._verdicts = Verdicts() if verdicts is None else verdicts
+        self._unlock()
         self._this_thread = threading.local()
         if dumps is not None:
             try:
@@ -301,9 +325,12 @@ class OomWatch:
                 self._not_dumped(error)
 
     def begin_anew(self) -> None:
-        """As if nothing had been examined; in a forked child the parent's lock may be held."""
-        # reentrant: a signal handler may run out of memory in the middle of one
-        self._lock = threading.RLock()
+        """As if nothing had been seen; in a forked child the parent's lock may be held."""
+        self._verdicts.begin_anew()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        self._lock = threading.RLock()  # reentrant, as that of the verdicts
         self._storms: dict[int, _Storm] = {}
 
     def cannot_see(self, error: Exception) -> None:
@@ -319,8 +346,7 @@ class OomWatch:
             return None
         if source.backend != NATIVE:  # without caching observers are taken, and never called
             return None
-        storm = self._storms.get(device)
-        return _none_yet() if storm is None else dict(storm.counts)
+        return self._verdicts.of(device)
 
     def seen(self, device: int, asked: int, allowed: int, free: int) -> None:
         """Take an error's evidence and tell it. Never raises."""
@@ -371,9 +397,9 @@ class OomWatch:
                 storm.examined_at, storm.last_verdict = began, None
             else:
                 more = storm.more = storm.more + 1
-                if given is not None:
-                    storm.counts["unexamined"] += 1
         if not due:
+            if given is not None:
+                self._verdicts.add(device, "unexamined")
             self._mention(device, storm, "unexamined" if given is not None else REFUSED, span)
             return
         found = "unknown"
@@ -388,9 +414,9 @@ class OomWatch:
         finally:
             cost = monotonic() - began
             self._telemetry.spent("oom", cost)
+            if given is not None:
+                self._verdicts.add(device, found)
             with self._lock:
-                if given is not None:
-                    storm.counts[found] += 1
                 storm.last_verdict = found
                 storm.not_before = max(storm.not_before, began + cost / SHARE)
 

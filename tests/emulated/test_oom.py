@@ -14,9 +14,10 @@ import pytest
 from exported import Exported, Traced
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+from together import in_a_copy
 from watched import Clock
 
-from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor, oom
+from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor, oom, wiring
 from opentelemetry_instrumentation_torchmem.requests.track import track
 
 pytestmark = pytest.mark.needs_emulation
@@ -1036,10 +1037,10 @@ def storm(times: int) -> dict:
 
 def test_a_storm_is_examined_once_counted_and_summed_up(gpu):
     got = gpu.run(storm, args=[1000], memory="1GiB", timeout=120)
-    assert got["during"] == [1, {"full": 1, "unexamined": 1000}]
+    assert got["during"] == [1, {"full": 2, "unexamined": 1000}]  # the first was before the uninstrument()
     assert got["after"]["more"] == 1000
     assert "1000 more since" in got["after"]["summary"]
-    assert got["verdicts"] == {"full": 2, "unexamined": 1000}
+    assert got["verdicts"] == {"full": 3, "unexamined": 1000}
     (examined,) = got["spans"]["one long request"]
     assert examined["verdict"] == "full"
     (only,) = got["spans"]["another"]
@@ -1078,3 +1079,35 @@ def test_a_storm_on_many_threads_loses_none(gpu):
     assert got["records"] <= 1 + gpu.last.seconds / 10
     assert sum(got["verdicts"].values()) == 800
     assert got["events"] == {"1": 800}  # each request's span says what became of it
+
+
+def instrumented_again(rounds: int) -> list:
+    kept = take(700 * MIB)
+    watched = Watched()
+    counted = []
+    for _ in range(rounds):
+        fail(500 * MIB)
+        counted.append(watched.verdicts)
+        TorchMemInstrumentor().uninstrument()
+        fail(500 * MIB)  # nobody sees it
+        watched.instrument()
+        counted.append(watched.verdicts)
+    return [*counted, kept.numel()]
+
+
+def test_the_verdicts_go_on_counting_where_it_is_instrumented_again(gpu):
+    *counted, _ = gpu.run(instrumented_again, args=[3], memory="1GiB")
+    assert counted == [{"full": count} for count in (1, 1, 2, 2, 3, 3)]
+
+
+def verdicts_of_a_child() -> list:
+    kept = take(700 * MIB)
+    watched = Watched()
+    fail(500 * MIB)
+    before = watched.verdicts
+    child = in_a_copy(lambda: wiring._verdicts.of(0)["full"])
+    return [before, child["value"], watched.verdicts, kept.numel()]
+
+
+def test_a_forked_child_counts_none_of_its_parents_errors(gpu):
+    assert gpu.run(verdicts_of_a_child, memory="1GiB")[:3] == [{"full": 1}, 0, {"full": 1}]
