@@ -30,6 +30,7 @@ from .config import Config
 from .metrics import Feed, is_set, registration
 from .package import NAME
 from .requests import track
+from .requests.compiled import COMPILER, CompiledCalls
 from .requests.probe import Hook, Requests
 from .requests.specs import BUILT_IN_LABELS
 from .requests.targets import Targets
@@ -38,9 +39,8 @@ from .signals import GUARD_METRICS, METRICS, REQUEST_METRICS
 from .telemetry import OwnTelemetry
 from .version import __version__
 
-# These outlive each wiring: a provider that is given again counts on, and what it exported must not fall.
+# Outlives each wiring: a provider that is given again goes on counting, and what it exported must not fall.
 _totals: dict[int, Totals] = {}
-_verdicts = oom.Verdicts()
 _live: WeakSet[Wiring] = WeakSet()
 
 _METRIC_NAMES = frozenset(row.name for row in (*METRICS, *REQUEST_METRICS, *GUARD_METRICS))
@@ -102,7 +102,6 @@ class Wiring:
             in_flight=self._in_flight,
             live_pools=self._live_pools,
             pool_in_force=self._pools.in_force,
-            verdicts=_verdicts,
         )
         self._requests = Requests(
             get_tracer(NAME, __version__, tracer_provider),
@@ -138,6 +137,8 @@ class Wiring:
             oom.activate(self._ooms)
             self._when_imported("torch", oom.torch_imported)
         self._targets.install()
+        self._compiled = CompiledCalls()
+        self._when_imported(COMPILER, self._compiled.install)  # around what targets there have wrapped
         track.activate(self._requests, config.span)
         self._rooms = rooms.Rooms(
             sampler,
@@ -188,6 +189,7 @@ class Wiring:
         rooms.unwire(self._rooms)
         oom.deactivate()
         track.deactivate()
+        self._compiled.remove()
         self._targets.undo()
         self._requests.close()
         self._registration.unplug()

@@ -311,7 +311,7 @@ class Targets:
                 self._follow_subclasses(cls)
             names[wanted.name] = target
         there = [
-            self._wrap_method(each, wanted.name) for cls, wanted in pairs for each in (cls, *_below(cls))
+            self._wrap_method(each, wanted.name) for cls, wanted in pairs for each in (cls, *below(cls))
         ]
         return any(there)
 
@@ -446,7 +446,7 @@ def _definer(cls: type, name: str) -> type | None:
     return None if stub else definer
 
 
-def _below(cls: type) -> Iterator[type]:
+def below(cls: type) -> Iterator[type]:
     """Every subclass there is."""
     seen: set[type] = set()
     waiting = [cls]

@@ -228,9 +228,8 @@ def instrument_model(
 
     Inside another measured call, as a ``generate`` is, it counts with that one unless ``nested`` is true.
 
-    A compiled model is measured outside the compiled region: give the one that ``torch.compile`` returned,
-    which is another object than the one it was given, or the one whose ``compile()`` is called, before or
-    after. Inside a region that was compiled as a whole nothing is measured.
+    A compiled model is measured outside the compiled region, whether it or what ``torch.compile`` returned is
+    given here, before or after; inside a larger region nothing is measured.
 
     Raises:
         TypeError: it is no object that can be called and weakly referred to.
@@ -247,7 +246,7 @@ def instrument_model(
     inner = cast("type", type(getattr(model, "_orig_mod", model)))  # what torch.compile was given
     target = Target(f"{inner.__module__}.{inner.__qualname__}.__call__", name or "forward", nested=nested)
     measured = _declare(_Measured(target, span))
-    return _calls_of(cls).add(model, measured, f"{target.operation} {inner.__name__}")
+    return calls_of(cls).add(model, measured, f"{target.operation} {inner.__name__}")
 
 
 def uninstrument_model(model: object) -> None:
@@ -257,19 +256,22 @@ def uninstrument_model(model: object) -> None:
         calls.discard(id(model))
 
 
-class _ModelCalls:
+class ModelCalls:
     """The measured models of one class, whose ``__call__`` looks for them: an instance's is never called."""
 
     def __init__(self, cls: type, own: Any = None) -> None:
         self._cls = cls
         self._measured: dict[int, tuple[ref[object], Callable[..., Any]]] = {}
-        self._own = own
+        self.own = own
         """What the class itself has without us, if anything."""
+        self.wrapped: Callable[[Any], Callable[..., Any]] = self._wrapped
+        """What measures a call of the model, or what only passes it on."""
+        self._looks_inside = False
         self._made: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a class of the script is pickled by value for other processes, with our `__call__` on it
-        return _ModelCalls, (self._cls, self._own)
+        return ModelCalls, (self._cls, self.own)
 
     def add(self, model: object, measured: _Measured, name: str) -> Callable[[], None]:
         """Measure a model of the class; returns what ends that."""
@@ -292,7 +294,32 @@ class _ModelCalls:
     def discard(self, key: int) -> None:
         """Measure a model no more."""
         self._measured.pop(key, None)
-        if not self._measured:
+        self._let_go()
+
+    def look_inside(self, inside: Callable[..., Any] | None) -> None:
+        """Have ``inside(self, model, …)`` measure each call by what is in the model, or no longer so."""
+        self._looks_inside = inside is not None
+        if inside is not None:
+            measured = functools.partial(inside, self)
+            self.wrapped = lambda _: measured
+            self.install()
+            return
+        self.wrapped = self._wrapped
+        if _Active.requests is None:
+            self.remove()
+        self._let_go()
+
+    def asking(self, model: object) -> wrapping.Asking | None:
+        """How a model's calls are asked for; None for one that is not measured."""
+        found = self._measured.get(id(model))
+        return None if found is None else wrapping.asking_of(found[1])
+
+    def stands_for(self, entry: object) -> bool:
+        """Whether a class's entry is our ``__call__``."""
+        return entry is not None and entry is self._made
+
+    def _let_go(self) -> None:
+        if not self._measured and not self._looks_inside:
             self.remove()
             _models.pop(self._cls, None)
 
@@ -307,7 +334,7 @@ class _ModelCalls:
                 return calls.pass_on(model, *args, **kwargs)
             return calls.wrapped(model)(model, *args, **kwargs)
 
-        self._own = vars(self._cls).get("__call__")
+        self.own = vars(self._cls).get("__call__")
         self._made = functools.update_wrapper(call, self._cls.__call__)
         cast("Any", self._cls).__call__ = self._made
 
@@ -316,31 +343,36 @@ class _ModelCalls:
         if self._made is None or vars(self._cls).get("__call__") is not self._made:
             return
         self._made = None
-        if self._own is None:
+        if self.own is None:
             del self._cls.__call__
         else:
-            self._cls.__call__ = self._own
+            self._cls.__call__ = self.own
 
-    def wrapped(self, model: Any) -> Callable[..., Any]:
-        """What measures a call of the model, or what only passes it on."""
+    def _wrapped(self, model: Any) -> Callable[..., Any]:
         found = self._measured.get(id(model))
         return self.pass_on if found is None else found[1]
 
     def pass_on(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
         """What the class does without us."""
-        if self._own is None:
+        if self.own is None:
             return cast("Any", super(self._cls, model)).__call__(*args, **kwargs)
-        return self._own.__get__(model, type(model))(*args, **kwargs)
+        return self.own.__get__(model, type(model))(*args, **kwargs)
 
     def _of(self, key: int) -> ref[object] | None:
         return self._measured[key][0] if key in self._measured else None
 
 
-_models: dict[type, _ModelCalls] = {}
+_models: dict[type, ModelCalls] = {}
 
 
-def _calls_of(cls: type) -> _ModelCalls:
-    return _models.get(cls) or _models.setdefault(cls, _ModelCalls(cls))
+def known_calls_of(cls: type) -> ModelCalls | None:
+    """What measures models of a class, if any is measured."""
+    return _models.get(cls)
+
+
+def calls_of(cls: type) -> ModelCalls:
+    """What measures models of a class."""
+    return _models.get(cls) or _models.setdefault(cls, ModelCalls(cls))
 
 
 def _declare(measured: _Measured) -> _Measured:

@@ -134,16 +134,22 @@ _here = sys.modules[__name__]
 # the wrappers
 
 
-class _Asking:
+class Asking:
     """How a wrapper asks for a probe; one that was undone, or came out of a pickle, asks for nothing."""
 
-    __slots__ = ("begin",)
+    __slots__ = ("begin", "nested", "plain")
 
-    def __init__(self, begin: Callable[..., Probe | None] | None = None) -> None:
+    def __init__(
+        self, begin: Callable[..., Probe | None] | None = None, nested: bool = False, plain: bool = False
+    ) -> None:
         self.begin = begin or _measure_nothing
+        self.nested = nested
+        """Whether it asks inside another measured call too."""
+        self.plain = plain
+        """Whether the call ends when the function returns, unless with a stream."""
 
-    def __reduce__(self) -> tuple[type[_Asking], tuple[()]]:
-        return _Asking, ()
+    def __reduce__(self) -> tuple[type[Asking], tuple[()]]:
+        return Asking, ()
 
 
 def _measure_nothing(*_: Any) -> None:
@@ -158,8 +164,13 @@ def _never() -> bool:
     return False
 
 
-_asking: WeakKeyDictionary[Function, _Asking] = WeakKeyDictionary()
+_asking: WeakKeyDictionary[Function, Asking] = WeakKeyDictionary()
 """Every wrapper there is: an attribute would be copied by whoever wraps ours with ``functools.wraps``."""
+
+
+def asking_of(function: object) -> Asking | None:
+    """How a wrapper asks; None for what is no wrapper of ours."""
+    return _asking.get(function) if type(function) is FunctionType else None
 
 
 def _wrap(
@@ -168,9 +179,10 @@ def _wrap(
     requests: Requests,
     name: SpanName | None,
     call: Function | None = None,
-) -> tuple[Function, _Asking]:
+) -> tuple[Function, Asking]:
     """``call`` is called, ``function`` is what it looks like."""
-    asking = _Asking(requests.calls(target, name or _default_name(function, target.operation)).begin)
+    calls = requests.calls(target, name or _default_name(function, target.operation))
+    asking = Asking(calls.begin, target.nested)
     call = call or function
     if inspect.iscoroutinefunction(function):
         wrapper = _coroutine(call, asking)
@@ -179,6 +191,7 @@ def _wrap(
     elif inspect.isgeneratorfunction(function):
         wrapper = _generator(call, asking)
     else:
+        asking.plain = True
         wrapper = _plain(call, asking, target.iterator)
     wrapper = _at_home(wrapper, function)
     functools.update_wrapper(wrapper, function)
@@ -205,7 +218,7 @@ def _of_its_own(made: Any, function: Function, names: dict[str, Any]) -> Any:
     return FunctionType(code, names, made.__name__, made.__defaults__, made.__closure__)
 
 
-def _plain(function: Function, asking: _Asking, follows: bool) -> Function:
+def _plain(function: Function, asking: Asking, follows: bool) -> Function:
     here, returned, streams = _here, _returned, _STREAMS
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -227,7 +240,7 @@ def _plain(function: Function, asking: _Asking, follows: bool) -> Function:
     return wrapper
 
 
-def _coroutine(function: Function, asking: _Asking) -> Function:
+def _coroutine(function: Function, asking: Asking) -> Function:
     steps, as_coroutine = _steps, _as_coroutine
 
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -251,7 +264,7 @@ def _coroutine(function: Function, asking: _Asking) -> Function:
 
 def _generator(
     function: Callable[..., Generator[Any, Any, Any]],
-    asking: _Asking,
+    asking: Asking,
     dropped: Callable[[], bool] = _never,
 ) -> Function:
     here, unmeasured, as_generator = _here, _UNMEASURED, _as_generator
@@ -300,7 +313,7 @@ def _generator(
     return wrapper
 
 
-def _async_generator(function: Function, asking: _Asking) -> Function:
+def _async_generator(function: Function, asking: Asking) -> Function:
     unmeasured, steps, as_async_generator, first = _UNMEASURED, _steps, _as_async_generator, _first
     guard = Guard
 
@@ -444,6 +457,14 @@ def _as_async_generator(result: object) -> Any:
 _STREAMS = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
 
 
+def followed(probe: Probe, result: Any) -> Any:
+    """What a measured call has returned, as its caller gets it: a stream is followed to its end."""
+    if probe.calls.target.iterator or type(result) in _STREAMS:
+        return _returned(probe, result)
+    probe.stop(result)
+    return result
+
+
 def _returned(probe: Probe, result: object) -> Any:
     kind = type(result)
     if kind is GeneratorType:
@@ -453,7 +474,7 @@ def _returned(probe: Probe, result: object) -> Any:
         again = _Again(probe)
         probe.leave()
         followed = _generator(
-            [cast("Any", result)].pop, _Asking(again), again.dropped
+            [cast("Any", result)].pop, Asking(again), again.dropped
         )()  # pop: ours is one reference
         again.stream = ref(followed)
         return _named_as(followed, result)
@@ -468,7 +489,7 @@ def _returned(probe: Probe, result: object) -> Any:
         probe.stop(result)
         return result
     probe.leave()
-    return _named_as(make(lambda: result, _Asking(_Again(probe)))(), result)
+    return _named_as(make(lambda: result, Asking(_Again(probe)))(), result)
 
 
 def _named_as(outer: Any, inner: Any) -> Any:
