@@ -39,8 +39,9 @@ from .signals import GUARD_METRICS, METRICS, REQUEST_METRICS
 from .telemetry import OwnTelemetry
 from .version import __version__
 
-# Outlives each wiring: a provider that is given again goes on counting, and what it exported must not fall.
+# These outlive each wiring: a provider that is given again counts on, and what it exported must not fall.
 _totals: dict[int, Totals] = {}
+_verdicts = oom.Verdicts()
 _live: WeakSet[Wiring] = WeakSet()
 
 _METRIC_NAMES = frozenset(row.name for row in (*METRICS, *REQUEST_METRICS, *GUARD_METRICS))
@@ -102,6 +103,7 @@ class Wiring:
             in_flight=self._in_flight,
             live_pools=self._live_pools,
             pool_in_force=self._pools.in_force,
+            verdicts=_verdicts,
         )
         self._requests = Requests(
             get_tracer(NAME, __version__, tracer_provider),
