@@ -452,7 +452,7 @@ class OomWatch:
             return Evidence(named, failure, found, at, recent=recent, more=more)
         attempt = self._attempt
         named = attempt(source.device, device) or named
-        settings = attempt(source.settings)
+        settings = told = attempt(source.settings)
         reading = attempt(source.read, device)
         driver = attempt(source.driver_memory, device)
         snapshot = attempt(source.snapshot)
@@ -476,8 +476,8 @@ class OomWatch:
                 later = attempt(_map, snapshot, settings, device, limits, DEFAULT_STREAM, live_pools)
             else:
                 later = device_map
-            if later is not None:
-                self._sampler.take_over(later, reading)
+            if later is not None and told is not None:
+                self._sampler.take_over(later, reading, told)
         pools = attempt(self._pools_in_force, source, device_map, stream, live_pools) or (DEFAULT_POOL,)
         requests = attempt(self._in_flight, device, reading) or ()
         if given is not None:

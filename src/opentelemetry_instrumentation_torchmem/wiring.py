@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -23,6 +24,7 @@ from .allocator.peaks import PeakWatch
 from .allocator.pools import PoolWatch
 from .allocator.reading import AllocatorReading
 from .allocator.sampler import Sampler, Totals
+from .allocator.settings import SettingsWatch
 from .allocator.snapshot import PoolOn
 from .allocator.survey import Survey
 from .allocator.windows import OpenWindows
@@ -77,6 +79,7 @@ class Wiring:
         self._pools = PoolWatch()
         self._peaks = PeakWatch()
         self._captures = CaptureWatch()
+        self._settings = SettingsWatch()
         self._growth = Growth()
         sampler = self._sampler = Sampler(
             telemetry,
@@ -134,6 +137,8 @@ class Wiring:
         self._when_imported("torch.cuda.memory", self._pools.install)
         self._when_imported("torch.cuda.graphs", self._captures.install)
         self._when_imported("torch", self._peaks.install)
+        unused = "torch" not in sys.modules
+        self._when_imported("torch", lambda torch: self._settings.install(torch, from_the_start=unused))
         self._when_imported("torch", torch_imported)
         if config.oom_evidence:
             oom.activate(self._ooms)
@@ -198,6 +203,7 @@ class Wiring:
         self._pools.remove()
         self._peaks.remove()
         self._captures.remove()
+        self._settings.remove()
 
 
 def _dumps(config: Config) -> DumpDirectory | None:

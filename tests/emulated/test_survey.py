@@ -966,6 +966,107 @@ def test_settings_that_came_one_after_another_at_run_time_are_all_reckoned_with(
     assert all(headroom > 800 * MIB for headroom, *_ in told)
 
 
+@native.body
+def options_that_no_snapshot_holds() -> list:
+    import torch
+    from emulator import control
+
+    clock = Clock()
+    watched = Watched()
+    told = []
+    for text in ("large_segment_size_mb:40", "garbage_collection_threshold:0.9"):
+        torch._C._accelerator_setAllocatorSettings(text)
+        kept = take(996 * MIB)
+        clock.pass_by(3600)
+        assert watched.takes_one()
+        told.append([watched.headroom, *map(control.would_fit, (watched.headroom, 5 * MIB))])
+        del kept
+        torch.cuda.empty_cache()
+    return told
+
+
+def test_a_segment_size_that_was_set_at_run_time_counts_after_other_settings_too(gpu):
+    """In 28 MiB that are left fit 28, and not 5, which ask for 40 then."""
+    assert native(gpu, options_that_no_snapshot_holds) == [[28 * MIB, True, False]] * 2
+
+
+def bounds_that_changed(how: str) -> list:
+    """Told at a snapshot, and told again when only what bounds the process has changed."""
+    import torch
+    from emulator import control
+
+    clock = Clock()
+    watched = Watched()
+    if how != "fraction":
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    blocks = [take(100 * MIB) for _ in range(8)]
+    clock.pass_by(3600)
+    del blocks[1::2]
+    assert watched.takes_one()
+    before = watched.headroom, watched.value("torch.memory.free_block.largest", pool="large")
+    if how == "fraction":
+        torch.cuda.set_per_process_memory_fraction(0.85)
+    else:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    assert not watched.takes_one()
+    after = watched.headroom, watched.value("torch.memory.free_block.largest", pool="large")
+    absences = [
+        labels["torch.memory.telemetry.absence"] for labels, _ in watched.all("torch.memory.telemetry.absent")
+    ]
+    fits = [None if size is None else control.would_fit(size) for size in after]
+    clock.pass_by(3600)
+    assert watched.takes_one()
+    return [before, after, fits, absences, watched.headroom, control.would_fit(watched.headroom)]
+
+
+def test_a_fraction_that_was_set_since_the_snapshot_counts_at_once(gpu):
+    before, after, fits, absences, later, later_fits = gpu.run(
+        bounds_that_changed, args=["fraction"], memory="1GiB"
+    )
+    assert before == [624 * MIB, 100 * MIB]
+    assert after == [470 * MIB, 100 * MIB]
+    assert fits == [True, True]
+    assert absences == ["allocator_settings"]
+    assert (later, later_fits) == (470 * MIB, True)
+
+
+def test_after_a_change_of_settings_nothing_is_told_to_succeed_before_the_next_snapshot(gpu):
+    before, after, _, absences, later, later_fits = gpu.run(
+        bounds_that_changed, args=["settings"], memory="1GiB"
+    )
+    assert before[1] == 100 * MIB
+    assert after == [None, None]
+    assert "allocator_settings" in absences
+    assert later_fits
+    assert later > 0
+
+
+@native.body
+def settings_made_before() -> list:
+    import torch
+
+    torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:40")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    watched = Watched()
+    kept = take(30 * MIB)
+    assert watched.takes_one()
+    return [
+        watched.headroom,
+        watched.figures()["fragmentation"],
+        kept.numel(),
+        watched.all("torch.memory.telemetry.absent"),
+    ]
+
+
+def test_settings_that_nobody_saw_leave_the_headroom_out_and_say_so(gpu):
+    headroom, fragmentation, _, absent = native(gpu, settings_made_before)
+    assert headroom is None
+    assert fragmentation == 0
+    assert [(labels["torch.memory.telemetry.absence"], count) for labels, count in absent] == [
+        ("allocator_settings", 1)
+    ]
+
+
 # ---- other backends ----
 
 

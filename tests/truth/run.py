@@ -92,7 +92,10 @@ def main() -> int:
 
     whole = Tally()
     wide = max(map(len, modes))
-    print(f"{'mode':{wide}}  states  wrong  exact  MiB below the truth: mean, most  not exact or absent")
+    print(
+        f"{'mode':{wide}}  states  exported  wrong  exact  MiB below the truth: mean, most  "
+        "not exact or absent"
+    )
     for mode, tally in tallies.items():
         whole.add(vars(tally))
         print(_row(f"{mode:{wide}}", tally))
@@ -106,7 +109,8 @@ def _row(name: str, tally: Tally) -> str:
     gap = f"{sum(below) / len(below) / MIB:.1f}, {max(below) / MIB:.1f} of {len(below)}" if below else "-"
     beyond = f", beyond a page {tally.beyond}" if tally.beyond else ""
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(tally.absent.items()))
-    return f"{name}  {tally.states:6}  {len(tally.mismatches):5}  {tally.exact:5}  {gap}{beyond}  {reasons}"
+    figures = f"{tally.states:6}  {tally.exported:8}  {len(tally.mismatches):5}  {tally.exact:5}"
+    return f"{name}  {figures}  {gap}{beyond}  {reasons}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from emulator import control
 MIB = 1 << 20
 MEMORY = "640MiB"
 DEVICES = 2
+EXPORTED = float(os.environ.get("TRUTH_EXPORTED", "0.3"))
+"""The share of the states in which what the SDK exports is judged too."""
 _NO_POOLS = {(device, (0, 0)) for device in range(DEVICES)}
 
 
@@ -63,6 +65,13 @@ MODES = {
     "throw, expandable": Mode(f"throw_on_cudamalloc_oom:True,{ON}"),
     "throw, fraction": Mode("throw_on_cudamalloc_oom:True", fraction=True),
     "reserve": Mode(f"expandable_segments_reserve:0.25,{ON}"),
+    "switched, large segments changed": Mode(
+        switched=("large_segment_size_mb:40", "large_segment_size_mb:12", "large_segment_size_mb:20", ON, OFF)
+    ),
+    "throw, changed": Mode(
+        "large_segment_size_mb:32",
+        switched=("throw_on_cudamalloc_oom:True", "throw_on_cudamalloc_oom:False", OFF),
+    ),
 }
 
 
@@ -79,6 +88,8 @@ class Tally:
     """How far the headroom lay below the truth, where it was not exact and this was measured."""
     beyond: int = 0
     """States where it lay more than a page below the truth."""
+    exported: int = 0
+    """States whose export was judged."""
     mismatches: list[str] = field(default_factory=list)
 
     def add(self, other: dict[str, Any]) -> None:
@@ -87,6 +98,7 @@ class Tally:
         self.untouched += other["untouched"]
         self.below += other["below"]
         self.beyond += other["beyond"]
+        self.exported += other["exported"]
         self.mismatches += other["mismatches"]
         for reason, count in other["absent"].items():
             self.absent[reason] = self.absent.get(reason, 0) + count
@@ -136,11 +148,14 @@ class Walk:
 
     def __init__(self, mode: Mode, chance: random.Random) -> None:
         import torch
+        from watched import Clock, Watched
 
         from opentelemetry_instrumentation_torchmem.allocator.captures import CaptureWatch
         from opentelemetry_instrumentation_torchmem.allocator.pools import PoolWatch
 
         self.torch = torch
+        self.clock = Clock()
+        self.watched = Watched()
         self.mode = mode
         self.watches = PoolWatch(), CaptureWatch()
         self.watches[0].install(torch.cuda.memory)
@@ -354,70 +369,43 @@ def _walk(mode: str, seed: int, stops: int) -> Iterator[dict[str, Any]]:
         device = chance.choices(walk.devices, [3, 1])[0]
         known = "all" if (lot := chance.random()) < 0.5 else "owned" if lot < 0.8 else "none"
         where = f"{mode}, seed {seed}, stop {stop}, cuda:{device}, pools known: {known}"
-        yield vars(Judge(walk, device, known, where).tally)
+        tally = Judge(walk, device, known, where).tally
+        if chance.random() < EXPORTED:
+            exported = ExportJudge(walk, device, where)
+            exported.judge()
+            tally.add(vars(exported.tally))
+        yield vars(tally)
 
 
-class Judge:
-    """Holds one device's state against what its analysis says."""
+class Oracle:
+    """Asks the allocator, in forked copies of the process, about one device's state."""
 
-    def __init__(self, walk: Walk, device: int, known: str, where: str) -> None:
-        from opentelemetry_instrumentation_torchmem.allocator import snapshot
-        from opentelemetry_instrumentation_torchmem.allocator.reading import DriverMemory
-        from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorSettings
-
-        self.torch = torch = walk.torch
-        self.walk, self.device, self.chance, self.where = walk, device, walk.chance, where
-        self.tally = Tally(states=1)
-        whole = torch.cuda.memory._snapshot()
-        self.settings = AllocatorSettings.of_snapshot(whole["allocator_settings"], os.environ)
-        self.segments = torch.cuda.memory_snapshot()
-        self.statistics = torch.cuda.memory_stats_as_nested_dict(device)
-        limits = snapshot.Limits(
-            driver=DriverMemory(*torch.cuda.mem_get_info(device)),
-            fraction=torch.cuda.get_per_process_memory_fraction(device),
-            reserved=self.statistics["reserved_bytes"]["all"]["current"],
-            untouched=snapshot.never_released(self.statistics),
+    def __init__(self, walk: Walk, device: int, where: str) -> None:
+        self.torch, self.walk, self.device, self.chance, self.where = (
+            walk.torch,
+            walk,
+            device,
+            walk.chance,
+            where,
         )
-        self.untouched = limits.untouched
-        owned = walk.watches[0].owned() | walk.watches[1].owned()
-        self.expect(owned == walk.live_pools, f"the owners seen are {owned}, not {walk.live_pools}")
-        held = {(each["device"], each["segment_pool_id"]) for each in self.segments}
-        self.map = snapshot.analyse(
-            self.segments,
-            self.settings,
-            {device: limits},
-            live_pools=() if known == "none" else owned,
-            dropped_pools=held - owned if known == "all" else (),
-        )[device]
-        self.pools_known = known == "all" or (known == "owned" and owned >= held - _NO_POOLS)
-        self.ledger()
-        self.trapped()
-        self.free_blocks()
-        self.headroom()
-        for figure, reason in self.map.absent.items():
-            key = f"{figure}: {reason}"
-            self.tally.absent[key] = self.tally.absent.get(key, 0) + 1
-        self.tally.untouched = int(limits.untouched)
+        self.tally = Tally()
 
     def expect(self, holds: bool, what: str) -> None:
         if not holds:
             self.tally.mismatches.append(f"{self.where}: {what}; {self.describe()}")
 
     def describe(self) -> str:
-        found = self.map
-        return (
-            f"headroom {found.headroom}, blocks {found.free_block_largest}, trapped {found.trapped}, "
-            f"untouched {self.untouched}, absent {dict(found.absent)}"
-        )
-
-    # ---- the oracle ----
+        raise NotImplementedError
 
     def copy(self, body: Callable[[], int]) -> int:
         """What the body returns in a forked copy."""
+        from opentelemetry_instrumentation_torchmem import oom
+
         reading, writing = os.pipe()
         child = control._call("emu_fork")
         if child == 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            oom.deactivate()  # it would examine what fails here
             try:
                 os.write(writing, str(body()).encode())
             except BaseException as error:
@@ -460,6 +448,67 @@ class Judge:
     def attempt(self, size: int) -> tuple[bool, bool]:
         return self.attempts(size)[0]
 
+    def left_trapped(self) -> int:
+        """What is neither in use nor given back when all that can be is."""
+        torch, device = self.torch, self.device
+
+        def body() -> int:
+            torch.cuda.empty_cache()
+            left = torch.cuda.memory_stats_as_nested_dict(device)
+            return left["reserved_bytes"]["all"]["current"] - left["active_bytes"]["all"]["current"]
+
+        return self.copy(body)
+
+
+class Judge(Oracle):
+    """Holds one device's state against what its analysis says."""
+
+    def __init__(self, walk: Walk, device: int, known: str, where: str) -> None:
+        from opentelemetry_instrumentation_torchmem.allocator import snapshot
+        from opentelemetry_instrumentation_torchmem.allocator.reading import DriverMemory
+        from opentelemetry_instrumentation_torchmem.allocator.settings import SEEN, AllocatorSettings
+
+        super().__init__(walk, device, where)
+        torch = walk.torch
+        self.tally.states = 1
+        whole = torch.cuda.memory._snapshot()
+        self.settings = AllocatorSettings.of_snapshot(whole["allocator_settings"], os.environ, SEEN)
+        self.segments = torch.cuda.memory_snapshot()
+        self.statistics = torch.cuda.memory_stats_as_nested_dict(device)
+        limits = snapshot.Limits(
+            driver=DriverMemory(*torch.cuda.mem_get_info(device)),
+            fraction=torch.cuda.get_per_process_memory_fraction(device),
+            reserved=self.statistics["reserved_bytes"]["all"]["current"],
+            untouched=snapshot.never_released(self.statistics),
+        )
+        self.untouched = limits.untouched
+        owned = walk.watches[0].owned() | walk.watches[1].owned()
+        self.expect(owned == walk.live_pools, f"the owners seen are {owned}, not {walk.live_pools}")
+        held = {(each["device"], each["segment_pool_id"]) for each in self.segments}
+        self.map = snapshot.analyse(
+            self.segments,
+            self.settings,
+            {device: limits},
+            live_pools=() if known == "none" else owned,
+            dropped_pools=held - owned if known == "all" else (),
+        )[device]
+        self.pools_known = known == "all" or (known == "owned" and owned >= held - _NO_POOLS)
+        self.ledger()
+        self.trapped()
+        self.free_blocks()
+        self.headroom()
+        for figure, reason in self.map.absent.items():
+            key = f"{figure}: {reason}"
+            self.tally.absent[key] = self.tally.absent.get(key, 0) + 1
+        self.tally.untouched = int(limits.untouched)
+
+    def describe(self) -> str:
+        found = self.map
+        return (
+            f"headroom {found.headroom}, blocks {found.free_block_largest}, trapped {found.trapped}, "
+            f"untouched {self.untouched}, absent {dict(found.absent)}"
+        )
+
     # ---- what must hold ----
 
     def ledger(self) -> None:
@@ -489,17 +538,10 @@ class Judge:
                 self.expect(found.split_free == split, "split_free is not what the statistics say")
 
     def trapped(self) -> None:
-        torch, device = self.torch, self.device
-
-        def body() -> int:
-            torch.cuda.empty_cache()
-            left = torch.cuda.memory_stats_as_nested_dict(device)
-            return left["reserved_bytes"]["all"]["current"] - left["active_bytes"]["all"]["current"]
-
         found = self.map.trapped
         if found is None:
             return
-        left = self.copy(body)
+        left = self.left_trapped()
         self.expect(found.least <= left <= found.most, f"{left} remained trapped")
         if self.pools_known:
             self.expect(found.exact, "trapped is not exact with the pools known")
@@ -556,6 +598,103 @@ class Judge:
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if self.attempt(middle * 512)[0] else (low, middle - 1)
             self.tally.below.append(low * 512 - least)
+
+
+class ExportJudge(Oracle):
+    """Holds what is exported in one device's state against what the allocator then does."""
+
+    def judge(self) -> None:
+        self.tally.exported = 1
+        self.walk.clock.pass_by(10_000)
+        self.collect()
+        self.expect(
+            self.figure("snapshot.age") in (None, 0) or self.figure("snapshot.age") < 60, "an old snapshot"
+        )
+        if not self.expect_seen():
+            return
+        self.ledger(sure=True)
+        self.served(sure=not self.absent)
+        self.change()
+
+    def collect(self) -> None:
+        self.watched = self.walk.watched.collect()
+        self.absent = {
+            labels["torch.memory.telemetry.absence"]: count
+            for labels, count in self.points("telemetry.absent")
+        }
+
+    def points(self, name: str) -> list[tuple[dict[str, Any], Any]]:
+        told = self.watched.all(f"torch.memory.{name}")
+        return [(labels, value) for labels, value in told if labels["torch.device"] == f"cuda:{self.device}"]
+
+    def figure(self, name: str) -> Any:
+        return next((value for _, value in self.points(name)), None)
+
+    def describe(self) -> str:
+        names = ("headroom", "fragmentation", "reserved", "active", "allocated", "snapshot.age")
+        told = {name: self.figure(name) for name in names}
+        return f"exported {told}, ledger {self.watched.ledger(f'cuda:{self.device}')}, absent {self.absent}"
+
+    def expect_seen(self) -> bool:
+        """Whether anything is told of the device; a device that was never used has nothing."""
+        told = self.figure("reserved") is not None
+        reserved = self.torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]["all"]
+        self.expect(told or not reserved["peak"], "nothing is exported of a device that is used")
+        return told
+
+    def ledger(self, sure: bool) -> None:
+        figures = self.torch.cuda.memory_stats_as_nested_dict(self.device)
+        held, allocated, active = (
+            figures[family]["all"]["current"]
+            for family in ("reserved_bytes", "allocated_bytes", "active_bytes")
+        )
+        free, total = self.torch.cuda.mem_get_info(self.device)
+        states = self.watched.ledger(f"cuda:{self.device}")
+        self.expect(sum(states.values()) == total == self.figure("limit"), "the ledger is not the limit")
+        self.expect(states.get("allocated") == allocated, f"{allocated} are allocated")
+        self.expect(states.get("pending_free") == active - allocated, f"{active - allocated} are pending")
+        self.expect(states.get("free") == free, f"{free} are free")
+        self.expect(states.get("external") == total - free - held, f"{total - free - held} are of others")
+        split, fragmentation = states.get("split_free"), self.figure("fragmentation")
+        self.expect(
+            split is not None or not sure or bool(self.absent), "split_free is absent without a reason"
+        )
+        if active != allocated:
+            return
+        trapped = self.left_trapped()
+        self.expect(split in (None, trapped), f"{trapped} remain trapped")
+        if held and fragmentation is not None:
+            self.expect(fragmentation == trapped / held, f"{trapped / held} of what is held is trapped")
+
+    def served(self, sure: bool) -> None:
+        """What is told to succeed does, and where nothing is left open no more does."""
+        headroom = self.figure("headroom")
+        self.expect(headroom is not None or bool(self.absent), "headroom is absent without a reason")
+        if headroom:
+            self.expect(self.attempt(headroom)[0], f"{headroom} fails")
+        if headroom is not None and sure:
+            self.expect(not self.attempt(headroom + 1)[0], f"{headroom + 1} succeeds")
+        lends = self.walk.lends and self.walk.mode.fraction
+        for labels, size in self.points("free_block.largest"):
+            if size:
+                self.expect(self.attempt(size) == (True, True), f"no block serves {size}, {labels}")
+            larger = max(size, MIB) + 1 if labels["torch.memory.pool"] == "large" else size + 1
+            if sure and not lends and (labels["torch.memory.pool"] == "large" or larger <= MIB):
+                self.expect(not self.attempt(larger)[1], f"a block serves {larger}, {labels}")
+
+    def change(self) -> None:
+        """What bounds the process changes, and no snapshot is due: the allocator's state is as it was."""
+        if self.chance.random() < 0.5 and self.walk.mode.fraction:
+            self.walk.fraction()
+        elif self.walk.mode.switched:
+            self.walk.switch()
+        else:
+            return
+        self.where += ", after a change"
+        self.collect()
+        if self.expect_seen():
+            self.ledger(sure=False)
+            self.served(sure=False)
 
 
 if __name__ == "__main__":  # one mode in one process: run.py starts it on the emulated GPU

@@ -7,7 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorSettings, settings_in_force
+from opentelemetry_instrumentation_torchmem.allocator.settings import (
+    AllocatorSettings,
+    SettingsSeen,
+    SettingsWatch,
+    settings_in_force,
+)
 
 MIB = 1 << 20
 
@@ -75,3 +80,75 @@ def test_a_snapshot_tells_what_is_in_force_itself():
     assert settings.divisions is not None
     assert settings.divisions[:3] == (2, 4, 0)
     assert settings.large_segment_size == 16 * MIB
+
+
+ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:32"}
+
+
+def test_what_was_set_at_run_time_stays_in_force_when_other_options_are_set():
+    torch, watch, seen = watched_torch()
+    for text in ("large_segment_size_mb:40,max_split_size_mb:64", "expandable_segments:True", ""):
+        torch._C._accelerator_setAllocatorSettings(text)
+    settings = settings_in_force(torch, ENVIRONMENT, seen)
+    assert (settings.large_segment_size, settings.max_split_size) == (40 * MIB, None)
+    assert settings.expandable_segments
+    assert settings.pages_changed
+    assert not settings.in_doubt
+    watch.remove()
+    assert torch._C._accelerator_setAllocatorSettings == torch.original
+
+
+def test_settings_made_unseen_are_in_doubt():
+    torch, watch, seen = watched_torch()
+    torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:40")
+    assert not settings_in_force(torch, ENVIRONMENT, seen).in_doubt
+    torch.original("expandable_segments:True")
+    assert settings_in_force(torch, ENVIRONMENT, seen).in_doubt
+
+    torch, watch, seen = watched_torch()
+    watch.remove()
+    torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:40")
+    SettingsWatch(seen).install(torch, from_the_start=False)
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    assert settings_in_force(torch, ENVIRONMENT, seen).in_doubt
+
+
+def test_settings_that_torch_refused_are_in_doubt_for_it_may_have_taken_some():
+    torch, _, seen = watched_torch()
+    with pytest.raises(ValueError, match="Unrecognized"):
+        torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:40,foo:1")
+    assert settings_in_force(torch, ENVIRONMENT, seen).in_doubt
+
+
+def test_the_environment_counts_as_torch_has_read_it_not_as_it_is_now():
+    torch, _, seen = watched_torch()
+    settings = settings_in_force(torch, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, seen)
+    assert (settings.large_segment_size, settings.expandable_segments) == (32 * MIB, False)
+    assert not settings.in_doubt
+
+
+def test_of_a_late_look_only_a_string_that_is_not_the_environments_leaves_a_doubt():
+    assert not settings_in_force(torch_that_says(""), {}, SettingsSeen()).in_doubt
+    assert not settings_in_force(
+        torch_that_says("a:1"), {"PYTORCH_ALLOC_CONF": "a:1"}, SettingsSeen()
+    ).in_doubt
+    assert settings_in_force(torch_that_says("a:1"), {}, SettingsSeen()).in_doubt
+
+
+def watched_torch() -> tuple[SimpleNamespace, SettingsWatch, SettingsSeen]:
+    """One that has read ``ENVIRONMENT``, watched from its import on."""
+    told = [ENVIRONMENT["PYTORCH_CUDA_ALLOC_CONF"]]
+
+    def set_settings(text: str) -> None:
+        told.append(text)
+        if "foo" in text:
+            raise ValueError("Unrecognized key")
+
+    torch = torch_that_says("")
+    torch.original = torch._C._accelerator_setAllocatorSettings = set_settings
+    torch._C._accelerator_getAllocatorSettings = lambda: told[-1]
+    torch.cuda = SimpleNamespace(is_initialized=lambda: True)
+    seen = SettingsSeen()
+    watch = SettingsWatch(seen)
+    watch.install(torch, from_the_start=True)
+    return torch, watch, seen

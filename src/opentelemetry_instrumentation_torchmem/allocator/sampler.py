@@ -176,7 +176,7 @@ class Sampler:
     def take_over(self, device_map: DeviceMap, reading: AllocatorReading) -> None:
         """A map of the default stream that somebody else has made, and the reading just before it."""
         if self._survey is not None:
-            self._survey.take_over(device_map.device, Surveyed(device_map, reading.at, reading))
+            self._survey.take_over(device_map.device, Surveyed(device_map, reading.at, reading, settings))
 
     def failing_threads_source(self) -> Source | None:
         """The source, on a thread whose allocation has just failed; None where a reading could hang it."""

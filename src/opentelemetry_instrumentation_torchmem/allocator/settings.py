@@ -6,12 +6,12 @@ Reading them never initialises CUDA.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """In the order of precedence: the first one that is set replaces the others wholly."""
@@ -23,6 +23,7 @@ _OPTION = re.compile(r"\s*([a-z_0-9]+)\s*:\s*(\[[^\]]*\]|[^,]*)\s*(?:,|$)")
 _INTERVALS = 16  # of roundup_power2_divisions: by powers of two from 1 MiB to 64 GiB
 _FORGOTTEN = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold")
 """Options that torch sets back when others are set at run time; it keeps the rest as they were."""
+_PAGE = "large_segment_size_mb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class AllocatorSettings:
     expandable_segments_reserve: str | None = None
     """As written: the share of the device's memory that an address range spans, or ``40G``."""
     expandable_segments_reserve_by_class: str | None = None
+    in_doubt: bool = False
+    """Others were set at run time, unseen: what torch has kept of those cannot be known."""
+    pages_changed: bool = False
+    """``large_segment_size_mb`` was another one before: what was mapped then keeps its pages."""
 
     @classmethod
     def parse(cls, text: str, origin: str, before: str = "") -> AllocatorSettings:
@@ -64,8 +69,7 @@ class AllocatorSettings:
             ...     ).expandable_segments
             True
         """
-        kept = {name: value for name, value in _OPTION.findall(before) if name not in _FORGOTTEN}
-        options = kept | dict(_OPTION.findall(text))
+        options = _merged(before, text)
         return cls(
             text=text,
             origin=origin,
@@ -81,13 +85,16 @@ class AllocatorSettings:
         )
 
     @classmethod
-    def of_snapshot(cls, given: Mapping[str, Any], environ: Mapping[str, str]) -> AllocatorSettings:
+    def of_snapshot(
+        cls, given: Mapping[str, Any], environ: Mapping[str, str], seen: SettingsSeen | None = None
+    ) -> AllocatorSettings:
         """What a snapshot's ``allocator_settings`` say, which are in force themselves and not as written.
 
-        The options that no snapshot holds are taken from the string it gives, else from the environment.
+        The options that no snapshot holds are taken from the string it gives, else from what was ``seen`` to
+        be set before, else from the environment.
         """
         text = str(given.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-        read = _parsed(text, "snapshot", _of_environment(environ)[0])
+        read = _at_run_time(text, "snapshot", environ, seen)
         split, threshold = given.get("max_split_size"), given.get("garbage_collection_threshold")
         divisions: Mapping[str, Any] = given.get("roundup_power2_divisions") or {}
         return replace(
@@ -112,26 +119,144 @@ class AllocatorSettings:
         return divisions if max(divisions) > 1 else None
 
 
-def settings_in_force(torch: Any, environ: Mapping[str, str] = os.environ) -> AllocatorSettings:
+class SettingsSeen:
+    """What was set at run time: torch tells the last string alone, and keeps most of those before it."""
+
+    def __init__(self) -> None:
+        self.from_the_start = False
+        """Whether it was watched from torch's import on: none was set before."""
+        self._before = ""
+        """What was in force before the last one that was seen, as one string."""
+        self._last: str | None = None
+        """None while none was seen."""
+        self._missed = False
+        self.pages_changed = False
+
+    def note(self, before: str | None, text: str, taken: bool) -> None:
+        """One was set; ``before`` is the string that torch told just then, None where it tells none.
+
+        Of a string that torch refused it has taken some options, or all but one.
+        """
+        self._reconcile(before)
+        whole = _merged(self._before, self._last or "")
+        self._before = _written(whole)
+        self._last = text
+        self._missed = self._missed or not taken
+        after = _merged(self._before, text)
+        if _mib(whole.get(_PAGE)) != _mib(after.get(_PAGE)):
+            self.pages_changed = True
+
+    def before(self, text: str, environ: Mapping[str, str]) -> tuple[str, bool]:
+        """What was in force before the string that torch tells now, and whether that is in doubt."""
+        if self._last is not None:
+            return self._before, self._missed or text != self._last
+        of_environment = _of_environment(environ)[0]
+        if self.from_the_start or text == of_environment:
+            return "", self._missed
+        return of_environment, True
+
+    def unwatched(self, text: str | None) -> None:
+        """From now on nobody looks; ``text`` is what torch tells now, None where that cannot be asked."""
+        if text is not None:
+            self._reconcile(text)
+        elif self._last is None:
+            self.from_the_start = False
+
+    def _reconcile(self, text: str | None) -> None:
+        """With what torch tells now, before anything is set."""
+        if text is None:  # an old release: its options are in its snapshots
+            self._last = self._last or _of_environment(os.environ)[0]
+        elif self._last is None:
+            before, missed = self.before(text, os.environ)
+            self._before, self._last, self._missed = before, text, missed
+        elif text != self._last:
+            self._missed = True
+
+
+SEEN: Final = SettingsSeen()
+"""Of this process: what was set once is in force for as long as torch is."""
+
+
+class SettingsWatch:
+    """Replaces torch's function that sets options at run time by a plain one that notes them."""
+
+    def __init__(self, seen: SettingsSeen = SEEN) -> None:
+        self._seen = seen
+        self._restore: tuple[Any, str, Any, Any] | None = None
+
+    def install(self, torch: Any, from_the_start: bool) -> None:
+        """Watch from now on. ``torch`` is the imported module; ``from_the_start``: nobody has used it yet."""
+        if self._restore is not None:
+            return
+        self._seen.from_the_start = self._seen.from_the_start or from_the_start
+        seen = self._seen
+        name = next((name for name in _SETTERS if hasattr(torch._C, name)), None)
+        if name is None:
+            return
+        original = getattr(torch._C, name)
+
+        @functools.wraps(original)
+        def noted(text: str) -> Any:
+            before = _told(torch)
+            try:
+                given = original(text)
+            except BaseException:
+                seen.note(before, text, taken=False)
+                raise
+            seen.note(before, text, taken=True)
+            return given
+
+        setattr(torch._C, name, noted)
+        self._restore = (torch, name, noted, original)
+
+    def remove(self) -> None:
+        """Put torch's own back, unless somebody has wrapped it since."""
+        if self._restore is None:
+            return
+        torch, name, noted, original = self._restore
+        self._restore = None
+        # to ask before CUDA is initialised would have torch read the environment too early
+        self._seen.unwatched(_told(torch) if torch.cuda.is_initialized() else None)
+        if getattr(torch._C, name, None) is noted:
+            setattr(torch._C, name, original)
+
+
+_SETTERS = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")
+
+
+def _told(torch: Any) -> str | None:
+    """The string that was set last, torch 2.12 or later; None where it does not tell."""
+    of_runtime = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if of_runtime is None:
+        return None
+    try:
+        return str(of_runtime())
+    except RuntimeError:  # another accelerator than CUDA, or none
+        return None
+
+
+def settings_in_force(
+    torch: Any, environ: Mapping[str, str] = os.environ, seen: SettingsSeen = SEEN
+) -> AllocatorSettings:
     """The runtime's own word (torch 2.12 or later), else the environment's.
 
-    The runtime tells the string that was set last. What it leaves out is taken from the environment; an
-    option that was set at run time and is in neither cannot be known.
+    The runtime tells the string that was set last. What it leaves out is taken from those that were ``seen``
+    before, else from the environment; where others were set unseen the settings are in doubt.
 
-    ``torch`` is the imported module.
+    ``torch`` is the imported module, its CUDA initialised.
     """
-    text, origin = _of_environment(environ)
-    of_runtime = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if of_runtime is not None:
-        try:
-            return _parsed(str(of_runtime()), "runtime", text)
-        except RuntimeError:  # another accelerator than CUDA, or none
-            pass
-    return _parsed(text, origin)
+    text = _told(torch)
+    if text is None:
+        text, origin = _of_environment(environ)
+        return _parsed(text, origin)
+    return _at_run_time(text, "runtime", environ, seen)
 
 
 def settings_at(
-    snapshot: Mapping[str, Any], otherwise: AllocatorSettings, environ: Mapping[str, str] = os.environ
+    snapshot: Mapping[str, Any],
+    otherwise: AllocatorSettings,
+    environ: Mapping[str, str] = os.environ,
+    seen: SettingsSeen = SEEN,
 ) -> AllocatorSettings:
     """Those in force when a snapshot was taken; ``otherwise`` where it does not say.
 
@@ -140,9 +265,29 @@ def settings_at(
     given = snapshot.get("allocator_settings")
     if not given:
         return otherwise
-    return replace(
-        AllocatorSettings.of_snapshot(given, environ), text=otherwise.text, origin=otherwise.origin
-    )
+    read = AllocatorSettings.of_snapshot(given, environ, seen)
+    # a release that does not tell the string has no option that matters and is not in its snapshots
+    in_doubt = read.in_doubt and otherwise.origin == "runtime"
+    return replace(read, text=otherwise.text, origin=otherwise.origin, in_doubt=in_doubt)
+
+
+def _at_run_time(
+    text: str, origin: str, environ: Mapping[str, str], seen: SettingsSeen | None
+) -> AllocatorSettings:
+    if seen is None:
+        return _parsed(text, origin, _of_environment(environ)[0])
+    before, in_doubt = seen.before(text, environ)
+    return _parsed(text, origin, before, in_doubt, seen.pages_changed)
+
+
+def _merged(before: str, text: str) -> dict[str, str]:
+    """The options in force when a string is set where others were."""
+    kept = {name: value for name, value in _OPTION.findall(before) if name not in _FORGOTTEN}
+    return kept | dict(_OPTION.findall(text))
+
+
+def _written(options: Mapping[str, str]) -> str:
+    return ",".join(f"{name}:{value}" for name, value in options.items())
 
 
 def _of_environment(environ: Mapping[str, str]) -> tuple[str, str]:
@@ -152,13 +297,16 @@ def _of_environment(environ: Mapping[str, str]) -> tuple[str, str]:
     return "", "default"
 
 
-@lru_cache(maxsize=8)
-def _parsed(text: str, origin: str, before: str = "") -> AllocatorSettings:
+@functools.lru_cache(maxsize=8)
+def _parsed(
+    text: str, origin: str, before: str = "", in_doubt: bool = False, pages_changed: bool = False
+) -> AllocatorSettings:
     """Each string once: it is asked for at every collection and hardly ever changes."""
-    return AllocatorSettings.parse(text, origin, before)
+    read = AllocatorSettings.parse(text, origin, before)
+    return replace(read, in_doubt=in_doubt, pages_changed=pages_changed)
 
 
-@lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)
 def _divisions(text: str) -> tuple[int, ...]:
     """As torch reads it: one number for all, or ``[256:1,512:2,>:8]``, whose first number stands for what
     is smaller too, and ``>`` for what is larger than the one before it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -40,6 +40,9 @@ MAX_SPLIT = "max_split_size"
 """Which block serves, or is given back, depends on unmapped addresses or is decided wrongly by torch."""
 PAGE_SIZE = "page_size"
 """Expandable segments were made under another ``large_segment_size``."""
+SETTINGS = "allocator_settings"
+"""Some were set at run time, since the snapshot or unseen: torch tells the last string, and keeps most of
+those before it."""
 UNMAPPED = "unmapped_addresses"
 """Memory mapped beside free memory would be one block with it; where it would be mapped is unknown."""
 
@@ -52,6 +55,7 @@ ABSENT: Mapping[str, str] = {
     PENDING: "Whether the events that freed blocks wait for have completed is in no snapshot.",
     MAX_SPLIT: "Which block serves depends on unmapped addresses, which are in no snapshot.",
     PAGE_SIZE: "Expandable segments were made under another large_segment_size.",
+    SETTINGS: "Allocator settings or the memory fraction were set at run time, since the snapshot or unseen.",
     UNMAPPED: "Where memory would be mapped beside free memory is in no snapshot.",
 }
 """Why a figure is absent, or not known to the byte -> what that means."""
@@ -206,6 +210,22 @@ class DeviceMap:
         served = self.free_blocks_at(reading) or {}
         left = max(rules.largest_asking(max(0, min(new, asked))), *served.values(), 0)
         return min(self.headroom.least, left)
+
+    def under_other_settings(self) -> DeviceMap:
+        """The same map once others have come into force: what succeeds is not known before the next one."""
+        absent = {**self.absent, "headroom": SETTINGS, "free_block.largest": SETTINGS}
+        return replace(self, headroom=None, free_block_largest=None, absent=absent)
+
+    def under_fraction(self, fraction: float | None, reading: AllocatorReading) -> DeviceMap:
+        """The same map once the process may hold another share of the device; ``reading`` is that of its own
+        state."""
+        absent = {**self.absent, "headroom": SETTINGS}
+        later = replace(self, limits=replace(self.limits, fraction=fraction), absent=absent)
+        driver, found = self.limits.driver, self.headroom
+        if driver is None or found is None or fraction is None:
+            return replace(later, headroom=None)
+        least = later.headroom_at(reading, driver.total, driver.free)
+        return replace(later, headroom=None if least is None else Between(least, max(least, found.most)))
 
     def free_blocks_at(self, reading: AllocatorReading) -> Mapping[str, int] | None:
         """By kind: the largest request that is served without asking the driver, were the block still free
@@ -593,7 +613,11 @@ def _device_map(
             cached_least += group.cached
             releasable_least += group.releasable
         told = told and group.pool is not None and not (group.expandable is None and rules.expandable)
-        whole = whole and not group.odd
+        whole = (
+            whole
+            and not group.odd
+            and not (settings.pages_changed and group.expandable and group.kind == LARGE)
+        )
     absent: dict[str, str] = {}
 
     why = None
@@ -605,16 +629,21 @@ def _device_map(
     cached = releasable = headroom = None
     blocks: dict[str, Between] | None = None
     if why is None:
-        blocks = _free_blocks(shared, rules, stream, absent)
+        if not (settings.in_doubt and rules.max_split is not None):
+            blocks = _free_blocks(shared, rules, stream, absent)
         if not whole:
             why = PAGE_SIZE
+        elif settings.in_doubt and any(group.expandable for group in groups):  # in pages of an unknown size
+            why = SETTINGS
         else:
             cached = Between(cached_least, cached_most)
             releasable = Between(releasable_least, releasable_most)
             if not cached.exact:
                 absent["fragmentation"] = absent["split_free"] = PRIVATE_POOLS
             driver, fraction = limits.driver, limits.fraction
-            if driver is None or fraction is None:
+            if blocks is None or settings.in_doubt:
+                absent["headroom"] = SETTINGS
+            elif driver is None or fraction is None:
                 absent["headroom"] = DRIVER if driver is None else FRACTION
             else:
                 bounds = _Bounds.of(driver, fraction, rules, reserved, releasable)
@@ -622,8 +651,8 @@ def _device_map(
                 headroom = _headroom(groups, rules, bounds, blocks, stream, new, absent)
     if why is not None:
         absent |= dict.fromkeys(("fragmentation", "split_free", "headroom"), why)
-        if blocks is None:
-            absent["free_block.largest"] = why
+    if blocks is None:
+        absent["free_block.largest"] = why or SETTINGS
 
     told = why not in (DAMAGED, RELEASE)
     return DeviceMap(

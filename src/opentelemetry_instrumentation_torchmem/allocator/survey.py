@@ -45,6 +45,17 @@ class Surveyed(NamedTuple):
     """Monotonic seconds."""
     reading: AllocatorReading
     """Taken just before it."""
+    settings: AllocatorSettings | None = None
+    """As the runtime told them then."""
+
+    def under(self, settings: AllocatorSettings, fraction: float | None) -> Surveyed:
+        """The same where the settings and the process's fraction are others by now: neither is in any
+        statistics, and both decide what succeeds."""
+        if self.map is None or (settings == self.settings and fraction == self.map.limits.fraction):
+            return self
+        if settings != self.settings:
+            return self._replace(map=self.map.under_other_settings())
+        return self._replace(map=self.map.under_fraction(fraction, self.reading))
 
     def is_of(self, reading: AllocatorReading) -> bool:
         """Whether nothing has happened in between: equal sums alone may lie in other places by now."""
@@ -116,7 +127,9 @@ class Survey:
                 self._not_now("snapshot_budget")
         oldest = monotonic() - self._max_age
         return {
-            index: found if found.at >= oldest else found._replace(map=None)
+            index: found.under(settings, source.memory_fraction(index))
+            if found.at >= oldest
+            else found._replace(map=None)
             for index, found in self._surveyed.items()
         }
 
@@ -207,7 +220,7 @@ class Survey:
                 live_pools=self._live_pools(),  # after it: what is alive now was so then
             )
             self._surveyed = {
-                index: Surveyed(maps[index], at, readings[index]) for index in used if index in maps
+                index: Surveyed(maps[index], at, readings[index], settings) for index in used if index in maps
             }
         finally:
             cost = perf_counter() - began
