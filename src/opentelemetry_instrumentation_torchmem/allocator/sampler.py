@@ -173,8 +173,11 @@ class Sampler:
         latest = self._latest.get(device)
         return None if latest is None else AllocatorReading._make(latest)
 
-    def take_over(self, device_map: DeviceMap, reading: AllocatorReading) -> None:
-        """A map of the default stream that somebody else has made, and the reading just before it."""
+    def take_over(
+        self, device_map: DeviceMap, reading: AllocatorReading, settings: AllocatorSettings
+    ) -> None:
+        """A map of the default stream that somebody else has made, and the reading and the settings just
+        before it."""
         if self._survey is not None:
             self._survey.take_over(device_map.device, Surveyed(device_map, reading.at, reading, settings))
 
