@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from opentelemetry import trace
 from opentelemetry._logs import Logger, LoggerProvider, SeverityNumber, get_logger
 from opentelemetry.context import Context
-from opentelemetry.trace import Span
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from . import signals
 from .allocator.captures import CaptureWatch
@@ -332,6 +332,8 @@ class OomWatch:
     def _unlock(self) -> None:
         self._lock = threading.RLock()  # reentrant, as that of the verdicts
         self._storms: dict[int, _Storm] = {}
+        self._refusals_told: dict[int, int] = {}
+        """By device, up to which of the allocator's count."""
 
     def cannot_see(self, error: Exception) -> None:
         """There are no observers here."""
@@ -375,12 +377,41 @@ class OomWatch:
         try:
             if getattr(self._this_thread, "at", 0.0) >= began:  # it was told when it happened
                 return
-            earlier = {reading.device: reading.oom_rejections or 0 for reading in before}
-            for reading in after:
-                if (reading.oom_rejections or 0) > earlier.get(reading.device, 0):
-                    self._see(reading.device, None, span, context)
+            for reading in self._refused_within(before, after):
+                self._see(reading.device, None, span, context)
         except Exception as error:
             self._failed(error)
+
+    def request_was_refused(
+        self,
+        before: Sequence[AllocatorReading],
+        after: Sequence[AllocatorReading],
+        span: Span,
+        context: Context,
+        exclusive: bool,
+    ) -> None:
+        """Allocations were refused early while a request was in flight, and it has ended without that error:
+        it, or under overlap somebody, caught it. Told once, on its span if it was its own. Never raises."""
+        try:
+            told = dict(self._refusals_told)
+            for reading in self._refused_within(before, after):
+                if (reading.oom_rejections or 0) > told.get(reading.device, 0):
+                    self._see(reading.device, None, *((span, context) if exclusive else (INVALID_SPAN, None)))
+        except Exception as error:
+            self._failed(error)
+
+    def _refused_within(
+        self, before: Sequence[AllocatorReading], after: Sequence[AllocatorReading]
+    ) -> Sequence[AllocatorReading]:
+        """The later readings of the devices on which that happened; they are told from now on."""
+        earlier = {reading.device: reading.oom_rejections for reading in before}
+        rose: list[AllocatorReading] = []
+        for reading in after:
+            then, now = earlier.get(reading.device, 0), reading.oom_rejections
+            if then is not None and now is not None and now > then:
+                rose.append(reading)
+                self._refusals_told[reading.device] = now
+        return rose
 
     def _see(
         self, device: int, given: tuple[int, int, int] | None, span: Span, context: Context | None

@@ -253,6 +253,13 @@ PEAK_GROWTH = _bytes(
 )
 RETRIES = _count("torch.memory.allocation.retries", "The allocator's retries on the device during the call.")
 OOMS = _count("torch.memory.ooms", "Out of memory errors on the device during the call.")
+REJECTIONS = Attribute(
+    "torch.memory.oom.rejections",
+    "Requests of memory refused early on the device during the call, also those that the code caught.",
+    "int",
+    examples=(1,),
+    required="when there were some",
+)
 DEVICE_ALLOCATIONS = _count(
     "torch.memory.device.allocations", "Requests of memory to the driver during the call."
 )
@@ -648,8 +655,8 @@ REQUEST_SPAN = Span(
     "{function}` for a function, without what would be there twice. In the mode `enrich` the attributes, but "
     "`torch.operation` and `code.function.name`, go on the current span, and several calls under it add up.",
     (OPERATION, FUNCTION, DEVICES, RESERVED_BEFORE, RESERVED_DELTA, RESERVED_BY_DEVICE, ALLOCATED_BEFORE,
-     ALLOCATED_DELTA, ALLOCATED_BY_DEVICE, PEAK_GROWTH, RETRIES, OOMS, DEVICE_ALLOCATIONS, DEVICE_SYNCS,
-     TURNOVER, FRAGMENTATION, CONCURRENT, EXCLUSIVE, SHAPES, DTYPES, ERROR_TYPE),
+     ALLOCATED_DELTA, ALLOCATED_BY_DEVICE, PEAK_GROWTH, RETRIES, OOMS, REJECTIONS, DEVICE_ALLOCATIONS,
+     DEVICE_SYNCS, TURNOVER, FRAGMENTATION, CONCURRENT, EXCLUSIVE, SHAPES, DTYPES, ERROR_TYPE),
 )  # fmt: skip
 GUARD_SPAN = Span(
     "torch.memory.guard",

@@ -119,6 +119,7 @@ class Wiring:
             request_hook=request_hook,
             response_hook=response_hook,
             out_of_memory=self._ooms.request_failed if config.oom_evidence else None,
+            refused=self._ooms.request_was_refused if config.oom_evidence else None,
             grown=self._growth.note,
         )
         self._registration.plug(

@@ -987,6 +987,58 @@ def test_an_early_rejection_is_counted_and_told_by_its_request(gpu):
     assert got["ooms"] == 0
 
 
+def refused_and_caught() -> dict:
+    from threading import Event, Thread
+
+    clock = Clock()
+    watched = Watched()
+    kept = take(700 * MIB)
+    with track("answer"):
+        kept = kept, take(MIB)
+    with track("answer"):
+        fail(500 * MIB)
+        fail(500 * MIB)
+    alone = watched.traced.spans[1]
+    with track("answer"):  # nothing was refused in this one
+        kept = kept, take(MIB)
+    clock.pass_by(3600)
+    inside, done = Event(), Event()
+
+    def answer() -> None:
+        with track("answer"):
+            inside.set()
+            done.wait(30)
+
+    other = Thread(target=answer)
+    other.start()
+    inside.wait(30)
+    with track("answer"):
+        fail(500 * MIB)
+    done.set()
+    other.join(30)
+    spans = watched.traced.spans
+    return {
+        "refused": [span.attributes.get("torch.memory.oom.rejections") for span in spans],
+        "events": [[told(event.attributes)["verdict"] for event in span.events] for span in spans],
+        "statuses": [span.status.status_code.name for span in spans],
+        "records": [told(each.attributes)["verdict"] for each in watched.records],
+        "on the span": [each.span_id == alone.context.span_id for each in watched.records],
+        "rejections": watched.exported.collect().value("torch.memory.oom.rejections"),
+        "kept": len(kept),
+    }
+
+
+def test_an_early_rejection_that_the_code_caught_is_told_by_its_request(gpu):
+    """Under overlap nobody knows whose it was: it is told once, and on no span."""
+    got = gpu.run(refused_and_caught, memory="1GiB", alloc_conf="throw_on_cudamalloc_oom:True")
+    assert got["refused"] == [None, 2, None, 1, 1]
+    assert got["events"] == [[], ["refused"], [], [], []]
+    assert got["statuses"] == ["UNSET"] * 5
+    assert got["records"] == ["refused", "refused"]
+    assert got["on the span"] == [True, False]
+    assert got["rejections"] == 3
+
+
 def test_without_the_option_rejections_are_absent(gpu):
     assert gpu.run(refused_early, memory="1GiB")["rejections"] is None
 

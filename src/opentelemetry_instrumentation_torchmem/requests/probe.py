@@ -41,12 +41,13 @@ from ..allocator.sampler import Sampler
 from ..allocator.windows import NOTHING_KNOWN, Change, OpenWindows, Window, total
 from ..telemetry import OwnTelemetry
 from .shapes import described
-from .story import Stay, attributes_of, changes_of, name_of, nothing_new
+from .story import Stay, attributes_of, changes_of, name_of, nothing_new, refused_within
 
 Labels = dict[str, str | bool]
 Hook = Callable[..., object]
 Readings = Sequence[AllocatorReading]
 OutOfMemory = Callable[[float, Readings, Readings, Span, Context], object]
+Refused = Callable[[Readings, Readings, Span, Context, bool], object]
 Records = Mapping[str, Any]
 """The synchronous instruments by the names of their rows."""
 
@@ -116,6 +117,7 @@ class Requests:
         request_hook: Hook | None = None,
         response_hook: Hook | None = None,
         out_of_memory: OutOfMemory | None = None,
+        refused: Refused | None = None,
         grown: Callable[[Readings, Sequence[Change], int], object] | None = None,
     ) -> None:
         """``awake`` says whether spans and whether metrics go anywhere now."""
@@ -130,6 +132,7 @@ class Requests:
         self.settled = False
         """Whether all that is wanted goes somewhere; that stays so until ``close``."""
         self._out_of_memory = out_of_memory
+        self._refused = refused
         self._grown = grown
         self.record_duration = records[signals.REQUEST_DURATION.name].record
         self.record_growth = records[signals.REQUEST_RESERVED_GROWTH.name].record
@@ -325,6 +328,9 @@ class Requests:
         whole = total(changes) if changes else NOTHING_KNOWN
         failure = None if error is None or _is_no_failure(error) else error
         if self._grown is not None and (whole.peak_growth or (whole.reserved_delta or 0) > 0):
+        refused = refused_within(before, after)
+        if refused and self._refused is not None and not (error and _is_out_of_memory(error)):
+            self._refused(_whole(before), _whole(after), span, probe.context, concurrent == 1)
             self._grown(_whole(after), changes, concurrent)
         if probe.recording and span.is_recording():
             if calls.enriches:
@@ -334,6 +340,8 @@ class Requests:
                 told.update(probe.described)
                 span.set_attributes(told)
             if failure is not None:
+            if refused:
+                span.set_attribute(signals.REJECTIONS.name, refused)
                 span.set_attribute(signals.ERROR_TYPE.name, type(failure).__qualname__)
             if self.response_hook is not None:
                 token = _context.set(Context({**_context.get(), _WINDOW: _HOOKS}))

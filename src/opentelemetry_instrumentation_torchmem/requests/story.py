@@ -43,6 +43,17 @@ def changes_of(before: Readings | None, after: Readings | None) -> tuple[list[Ch
     return changes, after
 
 
+def refused_within(before: Readings | None, after: Readings | None) -> int:
+    """How many requests of memory were refused early meanwhile, as far as that was counted."""
+    earlier = {index: statistics.get("num_oom_rejections") for index, _, statistics in before or ()}
+    rose = 0
+    for index, _, statistics in after or ():
+        then, now = earlier.get(index, 0), statistics.get("num_oom_rejections")
+        if then is not None and now is not None and now > then:
+            rose += now - then
+    return rose
+
+
 def name_of(reading: RawReading) -> str:
     """The device as torch names it."""
     return f"cuda:{reading[0]}"
@@ -132,6 +143,7 @@ def nothing_new(before: RawReading, after: RawReading, concurrent: int, recordin
             index != same_index
             or reserved > reserved_b
             or a["num_alloc_retries"] != b["num_alloc_retries"]
+            or (a.get("num_oom_rejections") and refused_within((before,), (after,)))
             or allocated["peak"] != allocated_b["peak"]
             or RESETS.last >= at
             or RESETS.under_way
