@@ -327,10 +327,10 @@ class Requests:
         changes, after = changes_of(before, after)
         whole = total(changes) if changes else NOTHING_KNOWN
         failure = None if error is None or _is_no_failure(error) else error
-        if self._grown is not None and (whole.peak_growth or (whole.reserved_delta or 0) > 0):
         refused = refused_within(before, after)
         if refused and self._refused is not None and not (error and _is_out_of_memory(error)):
             self._refused(_whole(before), _whole(after), span, probe.context, concurrent == 1)
+        if self._grown is not None and (whole.peak_growth or (whole.reserved_delta or 0) > 0):
             self._grown(_whole(after), changes, concurrent)
         if probe.recording and span.is_recording():
             if calls.enriches:
@@ -339,9 +339,9 @@ class Requests:
                 told = attributes_of([name_of(each) for each in after], changes, concurrent)
                 told.update(probe.described)
                 span.set_attributes(told)
-            if failure is not None:
             if refused:
                 span.set_attribute(signals.REJECTIONS.name, refused)
+            if failure is not None:
                 span.set_attribute(signals.ERROR_TYPE.name, type(failure).__qualname__)
             if self.response_hook is not None:
                 token = _context.set(Context({**_context.get(), _WINDOW: _HOOKS}))
