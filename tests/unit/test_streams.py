@@ -940,6 +940,100 @@ def test_a_generator_that_others_have_too_is_theirs_when_a_call_drops_it(measure
     assert [span.name for span in measured.spans()] == ["stream Measured"] * 4
 
 
+class SharedAsync:
+    """Its plain method gives the same async generator each time."""
+
+    def __init__(self, notes: list[Any]) -> None:
+        self.numbers = self._numbers(notes)
+
+    async def _numbers(self, notes: list[Any]):
+        try:
+            for number in range(6):
+                await asyncio.sleep(0)
+                yield number
+        finally:
+            await asyncio.sleep(0)
+            notes.append("cleaned up")
+
+    def stream(self):
+        return self.numbers
+
+
+async def settled() -> None:
+    for _ in range(10):  # the loop closes what was dropped in tasks of its own
+        gc.collect()
+        await asyncio.sleep(0)
+
+
+def used_twice_async(make: Callable[[list[Any]], Any], ending: str) -> list[Any]:
+    notes: list[Any] = []
+
+    async def use() -> None:
+        shared = make(notes)
+        async for number in shared.stream():
+            if number == 2:
+                break
+        await settled()
+        notes.append(await anext(shared.stream()))
+        await settled()
+        running = shared.stream()
+        notes.append(await anext(running))
+        if ending == "closed":
+            await running.aclose()
+            notes.append(await anext(shared.numbers, "the end"))
+        elif ending == "collected":
+            kept = Cycle(running)
+            del running, kept
+            gc.collect()
+        elif ending == "dropped":
+            del running
+        await settled()
+        if ending == "owner dropped":
+            del running, shared
+            await settled()
+            notes.append("last")
+        elif ending != "left to the loop":
+            notes.append([number async for number in shared.stream()])
+        else:
+            kept_for_long.append(shared)
+
+    kept_for_long: list[Any] = []
+    asyncio.run(use())
+    return notes
+
+
+@pytest.mark.parametrize("ending", ["closed", "dropped", "collected", "owner dropped", "left to the loop"])
+def test_an_async_generator_that_others_have_too_is_theirs_when_a_call_drops_it(measured, ending, caplog):
+    class Measured(SharedAsync):
+        stream = measured.wrap(SharedAsync.stream)
+
+    assert used_twice_async(Measured, ending) == used_twice_async(SharedAsync, ending)
+    assert {span.name for span in measured.spans()} == {"stream Measured"}
+    assert len(measured.spans()) == (3 if ending in ("owner dropped", "left to the loop") else 4)
+    assert complaints(caplog) == []
+
+
+def test_an_async_generator_that_only_the_call_has_is_cleaned_up_within_it_when_dropped(measured):
+    current = []
+
+    async def inner():
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(0)
+            current.append(trace.get_current_span().get_span_context().span_id)
+
+    async def use() -> None:
+        running = measured.wrap(lambda: inner(), "outer")()
+        await anext(running)
+        del running
+        await settled()
+
+    asyncio.run(use())
+    (span,) = measured.spans()
+    assert current == [span.context.span_id]
+
+
 def test_a_generator_that_only_the_call_has_is_cleaned_up_within_it_when_dropped(measured):
     current = []
 

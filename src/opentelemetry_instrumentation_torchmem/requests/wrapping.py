@@ -313,9 +313,11 @@ def _generator(
     return wrapper
 
 
-def _async_generator(function: Function, asking: Asking) -> Function:
+def _async_generator(
+    function: Function, asking: Asking, dropped: Callable[[], bool] = _never, shared: bool = False
+) -> Function:
     unmeasured, steps, as_async_generator, first = _UNMEASURED, _steps, _as_async_generator, _first
-    guard = Guard
+    guard, references, alone, give_back = Guard, sys.getrefcount, _ALONE, _to_the_loop
 
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         guarded = guard(asking.begin(args, kwargs) or unmeasured)  # nobody closes it once its loop has closed
@@ -325,7 +327,7 @@ def _async_generator(function: Function, asking: Asking) -> Function:
         try:
             inner = as_async_generator(function(*args, **kwargs))
             del args, kwargs
-            step, value = first(inner), None
+            step, value = first(inner, shared), None
             while True:
                 try:
                     held.append(await steps(step(value), probe))
@@ -336,7 +338,14 @@ def _async_generator(function: Function, asking: Asking) -> Function:
                     value = yield held.pop()
                     step, closing = inner.asend, False
                 except BaseException as error:
-                    step, value, closing = inner.athrow, error, isinstance(error, GeneratorExit)
+                    closing = isinstance(error, GeneratorExit)
+                    if dropped():  # the loop closes it, or cancels that
+                        step = None
+                        if references(inner) > alone:  # it is somebody else's as well
+                            give_back(inner)
+                            inner = None
+                            raise
+                    step, value = inner.athrow, error
                 probe.enter()
         except StopAsyncIteration:
             if closing:
@@ -383,13 +392,15 @@ def _steps(inner: Any, probe: Probe) -> Generator[Any, Any, Any]:
         probe.enter()
 
 
-def _first(inner: Any) -> Callable[[Any], Any]:
+def _first(inner: Any, shared: bool) -> Callable[[Any], Any]:
     """``asend`` for an async generator's first step, at which it asks the event loop who will close it: the
-    loop closes ours, which closes it. Both at once would be an error."""
+    loop closes ours, which closes it. Both at once would be an error. One that others may have too is closed
+    when nobody has it any more."""
 
     def asend(value: Any) -> Any:
         hooks = sys.get_asyncgen_hooks()
-        sys.set_asyncgen_hooks(firstiter=None, finalizer=_left_to_ours)
+        finalizer = (hooks.finalizer if shared else None) or _left_to_ours
+        sys.set_asyncgen_hooks(firstiter=None, finalizer=finalizer)
         try:
             return inner.asend(value)
         finally:
@@ -400,6 +411,21 @@ def _first(inner: Any) -> Callable[[Any], Any]:
 
 def _left_to_ours(_: Any) -> None:
     """The finalizer of an async generator that ours closes."""
+
+
+def _to_the_loop(inner: Any) -> None:
+    """Have the loop close an async generator in its own end, as it would have without ours."""
+    known = sys.get_asyncgen_hooks().firstiter
+    if known is not None:
+        known(inner)
+
+
+def _references_of_a_variable() -> int:
+    alone = object()
+    return sys.getrefcount(alone)
+
+
+_ALONE = _references_of_a_variable()
 
 
 class _Unmeasured:
@@ -471,25 +497,26 @@ def _returned(probe: Probe, result: object) -> Any:
         if cast("Any", result).gi_code.co_flags & inspect.CO_ITERABLE_COROUTINE:  # ours could not be awaited
             probe.stop(result)
             return result
-        again = _Again(probe)
-        probe.leave()
-        followed = _generator(
-            [cast("Any", result)].pop, Asking(again), again.dropped
-        )()  # pop: ours is one reference
-        again.stream = ref(followed)
-        return _named_as(followed, result)
+        return _followed_while_had(probe, result, _generator)
+    if kind is AsyncGeneratorType:
+        return _followed_while_had(probe, result, functools.partial(_async_generator, shared=True))
     if kind is CoroutineType:
-        make = _coroutine
-    elif kind is AsyncGeneratorType:
-        make = _async_generator
-    elif probe.calls.target.iterator and (stream := _stream_kind(kind)) is not None:
+        probe.leave()
+        return _named_as(_coroutine(lambda: result, Asking(_Again(probe)))(), result)
+    if probe.calls.target.iterator and (stream := _stream_kind(kind)) is not None:
         probe.leave()
         return stream(result, probe)
-    else:
-        probe.stop(result)
-        return result
+    probe.stop(result)
+    return result
+
+
+def _followed_while_had(probe: Probe, result: Any, make: Callable[..., Function]) -> Any:
+    """A stream that others may have too: to drop ours must not close theirs."""
+    again = _Again(probe)
     probe.leave()
-    return _named_as(make(lambda: result, Asking(_Again(probe)))(), result)
+    followed = make([result].pop, Asking(again), again.dropped)()  # pop: ours is one reference
+    again.stream = ref(followed)
+    return _named_as(followed, result)
 
 
 def _named_as(outer: Any, inner: Any) -> Any:
