@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import stat
+import tempfile
 
 import pytest
 
@@ -111,15 +112,102 @@ def test_what_cannot_be_pickled_leaves_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_link_is_not_followed(tmp_path):
+def test_a_link_to_a_mounted_volume_is_followed(tmp_path):
+    """As of Kubernetes: /var/log -> /mnt/log, or the directory itself."""
+    (tmp_path / "mnt" / "log").mkdir(parents=True)
+    (tmp_path / "log").symlink_to("mnt/./log")
+    (tmp_path / "oom").symlink_to(tmp_path / "log" / "dumps")
+    for path in ("log", "log/dumps", "oom", "log/../log/dumps"):
+        dumps = directory(tmp_path / path)
+        dumps.check()
+        written = dumps.write({})
+        assert os.path.dirname(written) == str(tmp_path / path).replace("log/../", "")
+        assert stat.S_IMODE(os.stat(written).st_mode) == 0o600
+    assert len(os.listdir(tmp_path / "mnt" / "log" / "dumps")) == 3
+    assert stat.S_IMODE(os.stat(tmp_path / "mnt" / "log" / "dumps").st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_link_that_anyone_may_replace_is_refused(tmp_path, mode):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    (tmp_path / "open" / "link").symlink_to(tmp_path / "elsewhere")
+    for path in ("link", "link/dumps"):
+        dumps = directory(tmp_path / "open" / path)
+        if mode == 0o1777:  # as /tmp: nobody but its owner can
+            dumps.check()
+            continue
+        with pytest.raises(NotWrittenError, match=r"anyone may replace the link .*link$"):
+            dumps.check()
+        with pytest.raises(NotWrittenError, match=r"anyone may replace the link .*link$"):
+            dumps.write({})
+    assert os.listdir(tmp_path / "elsewhere") == (["dumps"] if mode == 0o1777 else [])
+
+
+def test_a_directory_that_one_may_pass_and_not_read_is_no_hindrance():
+    with tempfile.TemporaryDirectory() as above:
+        dumps = os.path.join(above, "private", "dumps")
+        os.makedirs(dumps)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                if os.geteuid() == 0:
+                    os.chmod(above, 0o711)
+                    os.chown(dumps, 65534, 65534)
+                    os.chmod(os.path.dirname(dumps), 0o711)
+                    os.setuid(65534)
+                else:
+                    os.chmod(os.path.dirname(dumps), 0o311)
+                directory(dumps).write({})
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        os.chmod(os.path.dirname(dumps), 0o755)
+        assert len(os.listdir(dumps)) == 1
+
+
+def test_a_link_that_another_user_made_is_refused(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    dumps = directory(tmp_path / "link")
-    with pytest.raises(NotWrittenError, match="link"):
-        dumps.check()
-    with pytest.raises(NotWrittenError, match="link"):
-        dumps.write({})
+    if os.geteuid() == 0:
+        os.lchown(tmp_path / "link", 4711, 4711)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(NotWrittenError, match="link belongs to another user"):
+        directory(tmp_path / "link").write({})
     assert os.listdir(tmp_path / "elsewhere") == []
+
+
+def test_links_that_lead_in_circles_are_told(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(NotWrittenError, match="symbolic links"):
+        directory(tmp_path / "a").check()
+
+
+@pytest.mark.parametrize("part", ["above", "above/dumps"])
+def test_what_has_become_a_link_since_is_refused(tmp_path, part):
+    (tmp_path / "above" / "dumps").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "dumps").mkdir(parents=True)
+    dumps = directory(tmp_path / "above" / "dumps")
+    dumps.write({})
+    (tmp_path / part).rename(tmp_path / "moved")
+    (tmp_path / part).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NotWrittenError, match="dumps"):
+        dumps.write({})
+    assert os.listdir(tmp_path / "elsewhere" / "dumps") == []
+    assert os.listdir(tmp_path / "elsewhere") == ["dumps"]
+
+
+def test_a_directory_open_to_all_is_written_to_as_an_empty_volume_of_kubernetes_is(tmp_path):
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume").chmod(0o777)
+    for path in ("volume", "volume/dumps"):
+        written = directory(tmp_path / path).write({})
+        assert stat.S_IMODE(os.stat(written).st_mode) == 0o600
 
 
 def test_a_directory_that_is_swapped_for_a_link_meanwhile_is_written_where_it_was(tmp_path, monkeypatch):

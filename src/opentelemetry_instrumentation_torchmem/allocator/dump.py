@@ -3,19 +3,26 @@
 
 A file is there whole or not at all, readable by its owner alone, under a name that nobody can guess. What
 was in the directory before is never touched.
+
+A volume is often mounted under a symbolic link. Links in the directory's path are followed once, when it is
+first there, and only those that nobody but root and this process's user can have made; what becomes a link
+after that is refused.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
 import secrets
+import stat
 import time
 from typing import Any
 
 _NAME = re.compile(r"\.?torchmem-oom-.*\.pickle(\.partial)?")
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
+_ABOVE = _DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # one may pass and not read
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -35,6 +42,8 @@ class DumpDirectory:
         self._path = os.path.abspath(os.path.expanduser(path))
         self._max_files = max_files
         self._max_bytes = max_bytes
+        self._resolved: str | None = None
+        """Without links; None until it is there."""
 
     def check(self) -> None:
         """Make the directory if its parent is there, and look whether files can be made in it.
@@ -46,7 +55,7 @@ class DumpDirectory:
             os.close(self._open())
         except OSError as error:
             raise NotWrittenError(f"{self._path}: {error.strerror or error}") from error
-        if not os.access(self._path, os.W_OK | os.X_OK):
+        if not os.access(self._resolved or self._path, os.W_OK | os.X_OK):
             raise NotWrittenError(f"{self._path}: not writable")
 
     def write(self, snapshot: Any) -> str:
@@ -65,11 +74,19 @@ class DumpDirectory:
             raise NotWrittenError(f"{self._path}: {error.strerror or error}") from error
 
     def _open(self) -> int:
+        resolved = self._resolved or _without_links(self._path)
+        parent, _, name = resolved.rpartition("/")
+        above = _open_without_links(parent)
         try:
-            return os.open(self._path, _DIRECTORY)
-        except FileNotFoundError:
-            os.mkdir(self._path, 0o700)
-            return os.open(self._path, _DIRECTORY)
+            try:
+                directory = os.open(name or "/", _DIRECTORY, dir_fd=above)
+            except FileNotFoundError:
+                os.mkdir(name, 0o700, dir_fd=above)
+                directory = os.open(name, _DIRECTORY, dir_fd=above)
+        finally:
+            os.close(above)
+        self._resolved = resolved
+        return directory
 
     def _write(self, directory: int, snapshot: Any) -> str:
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -105,6 +122,64 @@ class DumpDirectory:
         if used > self._max_bytes:
             raise _too_large()
         return self._max_bytes - used
+
+
+def _open_without_links(path: str) -> int:
+    """The directory at an absolute path.
+
+    Raises:
+        OSError: it is not there, or a part of its path is a link.
+    """
+    directory = os.open("/", _ABOVE)
+    for name in filter(None, path.split("/")):
+        try:
+            inner = os.open(name, _ABOVE, dir_fd=directory)
+        finally:
+            os.close(directory)
+        directory = inner
+    return directory
+
+
+def _without_links(path: str) -> str:
+    """An absolute path with its links followed; what is not there yet is left as it is.
+
+    Raises:
+        NotWrittenError: somebody else may have made one of them.
+        OSError: they lead in circles, or cannot be read.
+    """
+    done, followed = "", 0
+    rest = path.split("/")[::-1]
+    while rest:
+        name = rest.pop()
+        if name in ("", "."):
+            continue
+        if name == "..":
+            done = done.rpartition("/")[0]
+            continue
+        here = f"{done}/{name}"
+        try:
+            found = os.lstat(here)
+        except FileNotFoundError:
+            return "/".join([here, *filter(None, reversed(rest))])
+        if not stat.S_ISLNK(found.st_mode):
+            done = here
+            continue
+        followed += 1
+        if followed > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        above = os.stat(done or "/")
+        if found.st_uid not in (0, os.geteuid()):
+            raise NotWrittenError(f"{path}: the link {here} belongs to another user")
+        if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+            raise NotWrittenError(f"{path}: anyone may replace the link {here}")
+        target = os.readlink(here)
+        if target.startswith("/"):
+            done = ""
+        rest += target.split("/")[::-1]
+    return done
+
+
+_MOST_LINKS = 40  # as Linux has it
 
 
 def _too_large() -> NotWrittenError:
