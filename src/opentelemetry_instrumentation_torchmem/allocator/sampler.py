@@ -81,6 +81,8 @@ class Sampler:
         self._external_at: dict[int, float] = {}
         self._request_devices: tuple[list[int], list[int]] = [], []
         """Those with a context and those without, of one look: no thread may see halves of two."""
+        self._only: tuple[int, Source, list[int]] | None = None
+        """The only device with a context, and those without: most processes use one."""
         self._looked_at = -inf
         self._sole_reader: int | None = None
         self._thread = threading.local()
@@ -94,7 +96,8 @@ class Sampler:
         """In a forked child: the parent's locks may be held, and its readings are not this process's."""
         self._reading_alone = threading.RLock()
         self._latest, self._external, self._external_at = {}, {}, {}
-        self._request_devices, self._looked_at, self._sole_reader = ([], []), -inf, None
+        self._request_devices, self._only = ([], []), None
+        self._looked_at, self._sole_reader = -inf, None
         self._paused, self._collecting = False, set()
         self._totals.clear()
         if self._survey is not None:
@@ -112,16 +115,13 @@ class Sampler:
     def request_readings(self) -> Readings | None:
         """A reading of each device that may be in use, on a request's thread: elsewhere nothing is held, nor
         ever was. None where that cannot be said, because nobody may read now."""
-        source = self._source
-        if source is None or self._paused or self._pools.suspect or source.is_forked():
-            return self._careful_readings()
         at = monotonic()
-        devices, unused = self._request_devices
-        if at - self._looked_at > 1.0 or not devices or (unused and any(map(source.has_context, unused))):
+        only = self._only
+        if only is None or at - self._looked_at > 1.0 or self._paused or self._pools.suspect:
+            return self._careful_readings(at)
+        index, source, unused = only
+        if unused and any(map(source.has_context, unused)):
             return self._readings_of_those_used_now(source, at)
-        if len(devices) > 1:
-            return tuple([self._request_reading(source, index) for index in devices])
-        (index,) = devices  # in line: it is on the path of every request
         read = source.raw_statistics
         if read is None:
             return (self._request_reading(source, index),)
@@ -131,7 +131,7 @@ class Sampler:
         self._latest[index] = reading = index, at, statistics
         return (reading,)
 
-    def _careful_readings(self) -> Readings | None:
+    def _careful_readings(self, at: float) -> Readings | None:
         if self._paused:
             return None
         source = self.source()
@@ -142,11 +142,15 @@ class Sampler:
                 return (
                     self._readings_of_those_used_now(source, monotonic()) if self._is_sole_reader() else None
                 )
-        return self._readings_of_those_used_now(source, monotonic())
+        devices, unused = self._request_devices
+        if at - self._looked_at > 1.0 or not devices or (unused and any(map(source.has_context, unused))):
+            return self._readings_of_those_used_now(source, at)
+        return tuple([self._request_reading(source, index) for index in devices])
 
     def _readings_of_those_used_now(self, source: Source, now: float) -> Readings:
         known, _ = self._request_devices
-        self._request_devices = devices, _ = source.by_context()
+        self._request_devices = devices, unused = source.by_context()
+        self._only = (devices[0], source, unused) if len(devices) == 1 else None
         readings = tuple([self._request_reading(source, index) for index in devices])
         if now - self._looked_at > 1.0 or len(devices) > len(known):  # what follows is not for each request
             self._thread.serves = True

@@ -147,7 +147,7 @@ def _peaks_were_reset(b: Any, a: Any) -> bool:
 class Window:
     """One request's stay: where it stands among the others, from ``OpenWindows.open`` on."""
 
-    __slots__ = ("beside", "era", "inner", "most", "open", "outer", "sequence", "since")
+    __slots__ = ("beside", "inner", "most", "open", "outer", "sequence", "since")
 
     def __init__(self) -> None:
         self.open = True
@@ -156,8 +156,6 @@ class Window:
     """Until its request has ended; the context of a task that was started in it may live longer."""
     outer: Window | None
     """The one that it is nested in."""
-    era: object
-    """That of the process it was opened in."""
     # for ``OpenWindows`` alone
     inner: list[Window] | None
     """Of one that is not nested: all that are nested in it, at whatever depth."""
@@ -195,7 +193,6 @@ class OpenWindows:
         """As if none had ever been opened: in a forked child the parent's never end."""
         self.lock = threading.RLock()
         """Held where windows open and close. Reentrant: a signal handler may make a request in the middle."""
-        self._era = object()
         self._sequence = 0
         self._open: dict[Window, None] = {}
         self.count = 0
@@ -221,24 +218,27 @@ class OpenWindows:
     def open(self, window: _W, outer: Window | None = None) -> _W:
         """Open a window now, within another or not; returns it."""
         with self.lock:
-            window.era = self._era
+            opened = self._open
             window.outer = window.inner = None
             window.beside = window.most = 0
-            self._open[window] = None
             if outer is not None and self._nest(window, outer):
+                opened[window] = None
                 return window
             window.since = self.count = self.count + 1
             window.sequence = self._sequence = self._sequence + 1
-            if len(self._open) > 1:  # else nobody is there whom it overlaps
+            if opened:  # else nobody is there whom it overlaps
                 self._counted_now()
+            opened[window] = None
             return window
 
     def close(self, window: Window) -> int:
-        """The most windows that were open at one time during this one, itself (or its outer one) included."""
+        """The most windows that were open at one time during this one, itself (or its outer one) included; 1
+        of one that is not open here, as in a forked child the parent's."""
         with self.lock:
-            if window.era is not self._era:
+            opened = self._open
+            if window not in opened:
                 return 1
-            del self._open[window]
+            del opened[window]
             most = self._most(window) if self._counts or window.most else window.beside + window.since
             if window.outer is not None:
                 self._unnest(window, window.outer)
@@ -246,7 +246,7 @@ class OpenWindows:
                 self.count -= 1
                 if window.inner:
                     self._set_free(window, window.inner)
-            if self._counts and not self._open:
+            if self._counts and not opened:
                 self._sequences.clear()
                 self._counts.clear()
             return most
@@ -267,8 +267,6 @@ class OpenWindows:
 
     def _nest(self, window: Window, outer: Window | None) -> bool:
         """Put a window within the nearest that is open still; False where none is."""
-        if outer is not None and outer.era is not self._era:
-            return False
         while outer is not None and outer not in self._open:
             outer = outer.outer
         if outer is None:

@@ -164,9 +164,10 @@ class Requests:
         for series in self._series.values():
             series.zeroed = False
 
-    def calls(self, target: Target, name: SpanName) -> Calls:
-        """What measures the calls of a target."""
-        return Calls(self, target, name)
+    def calls(self, target: Target, name: SpanName, *, bound: bool = False) -> Calls:
+        """What measures the calls of a target; ``bound`` if the first argument is the object that a method is
+        called on, and no input."""
+        return Calls(self, target, name, bound)
 
     def wanted(self) -> bool:
         """Whether anything is to be measured, while it is not settled."""
@@ -434,12 +435,13 @@ class Calls:
     """The calls of one target, as one ``Requests`` measures them: what is decided before the first one."""
 
     __slots__ = (
-        "_labels", "_name", "_nested", "_open_window", "_start_span", "_told",
+        "_bound", "_labels", "_name", "_nested", "_open_window", "_start_span", "_told",
         "close_window", "enriches", "new", "plain", "readings", "requests", "series", "target",
     )  # fmt: skip
 
-    def __init__(self, requests: Requests, target: Target, name: SpanName) -> None:
+    def __init__(self, requests: Requests, target: Target, name: SpanName, bound: bool) -> None:
         self.requests = requests
+        self._bound = bound
         self.target = target
         self.series = requests.series(target)
         shared = self.series.is_other
@@ -500,7 +502,7 @@ class Calls:
             probe = Probe(self, span, recording)
             if recording:
                 try:
-                    probe.described = described(arguments, keywords)
+                    probe.described = described(arguments[1:] if self._bound else arguments, keywords)
                 except Exception as error:  # the user's own mappings may raise; the call is measured still
                     requests.fault(self.target, error, "the inputs of %s cannot be described: %r")
             self._open_window(probe, outer)
@@ -544,7 +546,6 @@ class Calls:
 
 _HOOKS = Window()
 """What a response hook calls is within this one, and not measured: its end would call the hook again."""
-_HOOKS.era = None
 
 
 def _whole(readings: RawReadings | None) -> Readings:

@@ -64,12 +64,13 @@ def wrap_attribute(
     if own and function in _asking:
         return _nothing_to_undo
     call = function
+    bound = isinstance(owner, type) and not isinstance(entry, staticmethod) and hasattr(kind, "__get__")
     if isinstance(owner, type) and not isinstance(entry, staticmethod):
         if not own:
             call = _next_in_line(owner, attribute, function)
         elif type(function) is not FunctionType and hasattr(kind, "__get__"):
             call = _bound_by(entry)
-    wrapper, asking = _wrap(function, target, requests, None, call)
+    wrapper, asking = _wrap(function, target, requests, None, call, bound=bound)
     made: Any = wrapper
     if static_or_class:
         made = cast("Any", kind)(wrapper)
@@ -179,9 +180,12 @@ def _wrap(
     requests: Requests,
     name: SpanName | None,
     call: Function | None = None,
+    *,
+    bound: bool = False,
 ) -> tuple[Function, Asking]:
-    """``call`` is called, ``function`` is what it looks like."""
-    calls = requests.calls(target, name or _default_name(function, target.operation))
+    """``call`` is called, ``function`` is what it looks like; ``bound`` if its first argument is what it is
+    called on."""
+    calls = requests.calls(target, name or _default_name(function, target.operation), bound=bound)
     asking = Asking(calls.begin, target.nested)
     call = call or function
     if inspect.iscoroutinefunction(function):
