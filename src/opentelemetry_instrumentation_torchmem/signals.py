@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -208,6 +208,10 @@ ERROR_TYPE = Attribute(
     "The class of the exception that ended the call.",
     examples=("OutOfMemoryError",),
     required="when the call failed",
+)
+_OWN_OPERATION, _OWN_FUNCTION = (
+    replace(OPERATION, required="on a span of the call's own: not on one that is enriched"),
+    replace(FUNCTION, required="on a span of the call's own, when the target is a function: a block is none"),
 )
 _ON_A_DEVICE = "when the process has reserved memory on a device"
 _COUNTED = "when the backend counts, and the user's code did not reset the counters meanwhile"
@@ -654,9 +658,10 @@ REQUEST_SPAN = Span(
     "One call of a target: INTERNAL, named `{torch.operation} {class}` for a method, `{torch.operation} "
     "{function}` for a function, without what would be there twice. In the mode `enrich` the attributes, but "
     "`torch.operation` and `code.function.name`, go on the current span, and several calls under it add up.",
-    (OPERATION, FUNCTION, DEVICES, RESERVED_BEFORE, RESERVED_DELTA, RESERVED_BY_DEVICE, ALLOCATED_BEFORE,
-     ALLOCATED_DELTA, ALLOCATED_BY_DEVICE, PEAK_GROWTH, RETRIES, OOMS, REJECTIONS, DEVICE_ALLOCATIONS,
-     DEVICE_SYNCS, TURNOVER, FRAGMENTATION, CONCURRENT, EXCLUSIVE, SHAPES, DTYPES, ERROR_TYPE),
+    (_OWN_OPERATION, _OWN_FUNCTION, DEVICES, RESERVED_BEFORE, RESERVED_DELTA, RESERVED_BY_DEVICE,
+     ALLOCATED_BEFORE, ALLOCATED_DELTA, ALLOCATED_BY_DEVICE, PEAK_GROWTH, RETRIES, OOMS, REJECTIONS,
+     DEVICE_ALLOCATIONS, DEVICE_SYNCS, TURNOVER, FRAGMENTATION, CONCURRENT, EXCLUSIVE, SHAPES, DTYPES,
+     ERROR_TYPE),
 )  # fmt: skip
 GUARD_SPAN = Span(
     "torch.memory.guard",
