@@ -67,14 +67,19 @@ PREDICATES = [
 def run(function: Any, *arguments: Any, **keywords: Any) -> Any:
     """What a function of any kind gives in the end."""
 
-    async def settled(result: Any) -> Any:
-        return [each async for each in result] if inspect.isasyncgen(result) else await result
+    async def settled(result: Any) -> tuple[Any, BaseException | None]:
+        try:
+            return ([each async for each in result] if inspect.isasyncgen(result) else await result), None
+        except BaseException as error:  # before 3.11 the loop makes another CancelledError of one
+            return None, error
 
     result = function(*arguments, **keywords)
     if inspect.isgenerator(result):
         return list(result)
     if inspect.isasyncgen(result) or inspect.iscoroutine(result):
-        return asyncio.run(settled(result))
+        result, error = asyncio.run(settled(result))
+        if error is not None:
+            raise error
     return result
 
 
@@ -265,6 +270,167 @@ def test_an_iterator_that_fails_or_is_dropped_has_one_span(measured, kind):
     assert len(measured.spans()) == 1
     del dropped
     assert [span.status.status_code.name for span in measured.spans()] == ["ERROR", "UNSET"]
+
+
+class Opened(Streamer):
+    """As the streams of clients are."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: Any):
+        self.closed = True
+
+    def close(self):
+        self.closed = True
+
+
+class AsyncOpened(AsyncStreamer):
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_: Any):
+        self.closed = True
+
+    async def aclose(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("by", ["a with", "close"])
+def test_an_iterator_that_is_closed_has_ended_then(measured, by):
+    bare = Opened()
+    result = measured.wrap(lambda: bare, "stream", iterator=True)()
+    if by == "a with":
+        with result as stream:
+            assert stream is result
+            assert next(stream) == "a"
+    else:
+        assert next(result) == "a"
+        result.close()
+    assert bare.inside == ["stream <lambda>"]
+    assert bare.closed
+    assert [span.status.status_code.name for span in measured.spans()] == ["UNSET"]
+
+
+@pytest.mark.parametrize("by", ["a with", "close"])
+def test_an_async_iterator_that_is_closed_has_ended_then(measured, by):
+    bare = AsyncOpened()
+    result = measured.wrap(lambda: bare, "stream", iterator=True)()
+
+    async def consume() -> None:
+        if by == "a with":
+            async with result as stream:
+                assert stream is result
+                assert await anext(stream) == "a"
+        else:
+            assert await anext(result) == "a"
+            await result.aclose()
+
+    asyncio.run(consume())
+    assert bare.inside == ["stream <lambda>"]
+    assert bare.closed
+    assert [span.status.status_code.name for span in measured.spans()] == ["UNSET"]
+
+
+def test_what_follows_an_iterator_can_do_no_more_than_it(measured):
+    def attributes(thing: Any) -> set[str]:
+        return {name for name in ("close", "aclose", "__anext__", "__next__") if hasattr(thing, name)}
+
+    for bare in (Streamer(), AsyncOpened(), Opened()):
+        result = measured.wrap(lambda bare=bare: bare, "stream", iterator=True)()
+        assert attributes(result) == attributes(bare) | attributes(type(bare))
+        assert hasattr(type(result), "__aenter__") is hasattr(bare, "__aenter__")
+
+
+# iterators by their own steps
+
+
+def measured_steps(measured: Any, kind: type) -> type:
+    class Mine(kind):
+        pass
+
+    name = "__next__" if kind is Streamer else "__anext__"
+    setattr(Mine, name, getattr(kind, name))
+    wrap_attribute(Mine, name, Target(f"app.{name}", "stream"), measured.requests)
+    return Mine
+
+
+async def next_of(iterator: Any) -> Any:
+    return next(iterator) if isinstance(iterator, Streamer) and iterator.__next__ else await anext(iterator)
+
+
+async def all_of(iterator: Any) -> list[Any]:
+    return list(iterator) if type(iterator).__next__ else [each async for each in iterator]
+
+
+@pytest.mark.parametrize("kind", [Streamer, AsyncStreamer])
+def test_the_steps_of_an_iterator_are_one_call(measured, kind):
+    made = measured_steps(measured, kind)
+    one, other = made(), made()
+
+    async def consume() -> None:
+        with measured.tracer.start_as_current_span("consumer"):
+            assert await next_of(one) == "a"
+            assert trace.get_current_span().name == "consumer"
+            assert await all_of(other) == ["a", "b"]
+            assert [span.name for span in measured.spans()] == ["stream Mine"]
+            assert await all_of(one) == ["b"]
+            one.items = ["again"]
+            assert await all_of(one) == ["again"]
+
+    asyncio.run(consume())
+    assert one.inside == ["stream Mine"] * 5
+    *ours, consumer = measured.spans()
+    assert [span.parent.span_id for span in ours] == [consumer.context.span_id] * 3
+
+
+@pytest.mark.parametrize("kind", [Streamer, AsyncStreamer])
+def test_steps_that_fail_or_are_given_up_are_one_call(measured, kind):
+    made = measured_steps(measured, kind)
+    with pytest.raises(TimeoutError):
+        asyncio.run(all_of(made(fail=True)))
+    given_up = made()
+    asyncio.run(next_of(given_up))
+    assert len(measured.spans()) == 1
+    del given_up
+    assert [span.attributes.get("error.type") for span in measured.spans()] == ["TimeoutError", None]
+
+
+def test_an_iterator_that_threads_share_leaves_no_context_behind(measured):
+    ready, go = threading.Barrier(2), threading.Event()
+
+    class Slow(Streamer):
+        def __next__(self):
+            ready.wait(10)
+            go.wait(10)
+            return "a"
+
+    iterator = Slow()
+    result = measured.wrap(lambda: iterator, "stream", iterator=True)()
+    seen: list[Any] = []
+
+    def consume() -> None:
+        next(result)
+        seen.append(trace.get_current_span())
+
+    threads = [threading.Thread(target=consume) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert seen == [trace.INVALID_SPAN] * 2
+
+
+def test_an_iterator_that_cannot_be_known_to_be_gone_is_refused(measured):
+    class Slotted:
+        __slots__ = ("items",)
+
+        def __next__(self):
+            return 1
+
+    with pytest.raises(TypeError, match="__weakref__ is not in its __slots__"):
+        wrap_attribute(Slotted, "__next__", Target("app.next", "next"), measured.requests)
 
 
 # exceptions
