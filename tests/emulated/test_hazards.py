@@ -90,9 +90,6 @@ def a_pool_that_needs_the_interpreter(library: str, sampling: str, made_before: 
     import torch
 
     torch.cuda.init()
-    allocator = torch.cuda.memory.CUDAPluggableAllocator(
-        library, "take_with_interpreter", "give_with_interpreter"
-    )
     exported = Exported()
     options = {"meter_provider": exported.provider, "sampling": sampling, "max_reading_age": 1}
     if not made_before:
@@ -100,6 +97,9 @@ def a_pool_that_needs_the_interpreter(library: str, sampling: str, made_before: 
     ordinary = torch.empty(10 * MIB, dtype=torch.uint8, device="cuda")
     if not made_before:
         exported.collect()
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(
+        library, "take_with_interpreter", "give_with_interpreter"
+    )
     pool = torch.cuda.MemPool(allocator.allocator())
     if made_before:
         TorchMemInstrumentor().instrument(**options)
@@ -150,6 +150,52 @@ def test_beside_such_a_pool_nothing_is_read_and_that_is_counted(gpu, pluggable, 
     assert "torch.memory.reserved" not in got["names"]
     assert "torch.memory.host.reserved" in got["names"]
     assert ("torch.memory.limit" in got["names"]) is not made_before  # the device was known before the pool
+
+
+def a_dead_pool_of_earlier(library: str, made_between: bool) -> dict:
+    """Its memory goes back through its allocator, while somebody collects."""
+    import torch
+
+    torch.cuda.init()
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(
+        library, "take_with_interpreter", "give_with_interpreter"
+    )
+    exported = Exported()
+    instrumentor = TorchMemInstrumentor()
+    instrumentor.instrument(meter_provider=exported.provider)
+    if made_between:
+        instrumentor.uninstrument()
+    pool = torch.cuda.MemPool(allocator.allocator())
+    with torch.cuda.use_mem_pool(pool):
+        kept = [torch.empty(30 * MIB, dtype=torch.uint8, device="cuda") for _ in range(60)]
+    del pool
+    if not made_between:
+        instrumentor.uninstrument()
+    instrumentor.instrument(meter_provider=exported.provider)
+    done = threading.Event()
+
+    def let_go() -> None:
+        while kept:
+            kept.pop()
+            torch.cuda.empty_cache()
+        done.set()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    collections = 0
+    while not done.is_set() or collections < 10:
+        exported.collect()
+        collections += 1
+    thread.join()
+    return {"left": torch.cuda.memory_reserved(), "names": sorted(exported.collect().names)}
+
+
+@pytest.mark.needs_emulation
+@pytest.mark.parametrize("made_between", [False, True])
+def test_a_dead_pool_of_before_an_uninstrument_is_not_forgotten(gpu, pluggable, made_between):
+    got = gpu.run(a_dead_pool_of_earlier, args=[pluggable, made_between], memory="4GiB", timeout=40)
+    assert got["left"] == 0
+    assert "torch.memory.reserved" not in got["names"]
 
 
 def an_ordinary_pool() -> list:

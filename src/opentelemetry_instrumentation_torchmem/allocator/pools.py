@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -81,6 +82,10 @@ _plain: WeakSet[Any] = WeakSet()
 """Pools that were made under watch, an earlier ``instrument()``'s too, without an allocator of their own."""
 
 
+_suspects: deque[bool] = deque(maxlen=1)
+"""Not empty once one with an allocator of its own was made under watch, an earlier ``instrument()``'s too."""
+
+
 def _is_plain(pool: Any) -> bool:
     """Whether a pool has none for sure. Releases from 2.9 on do not tell of one made before."""
     return pool in _plain or getattr(pool, "allocator", pool) is None
@@ -91,7 +96,7 @@ class PoolWatch:
     the pools."""
 
     def __init__(self) -> None:
-        self.suspect = False
+        self.suspect = bool(_suspects)
         """True for good: a dead pool's segments still go back through its allocator."""
         self._restore: tuple[type, Any] | None = None
         self._made = Owners()
@@ -117,14 +122,16 @@ class PoolWatch:
         """Watch from now on; ``memory`` is the imported module ``torch.cuda.memory``.
 
         Whether one made before has an allocator of its own most releases do not tell: with CUDA already
-        initialised such a one that lives is suspect.
+        initialised such a one that lives is suspect, and so is an allocator that lives: its pool may be dead.
         """
         pool_class = getattr(memory, "MemPool", None)
         if pool_class is None or self._restore is not None:  # before torch 2.5 there are none
             return
         if initialised_torch() is not None:
             older = list(living(pool_class))
-            self.suspect = self.suspect or not all(map(_is_plain, older))
+            allocators = getattr(memory, "_CUDAAllocator", None)
+            if not all(map(_is_plain, older)) or (allocators and any(living(allocators))):
+                self.suspect = True
             self._made.note_older(older)
         self._route(memory, "_cuda_beginAllocateCurrentThreadToPool", self._enters)
         self._route(memory, "_cuda_beginAllocateToPool", self._enters)
@@ -137,6 +144,7 @@ class PoolWatch:
         def noted_init(pool: Any, *args: Any, **kwargs: Any) -> None:
             if kwargs.get("allocator", args[0] if args else None) is not None:
                 self.suspect = True
+                _suspects.append(True)
             original(pool, *args, **kwargs)
             self._made.note(pool)
             if kwargs.get("allocator", args[0] if args else None) is None:
