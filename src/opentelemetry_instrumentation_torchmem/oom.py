@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic, perf_counter, time_ns
+from time import monotonic, time_ns
 from typing import Any, NamedTuple, TypeVar
 
 from opentelemetry import trace
@@ -63,7 +63,7 @@ Attributes = dict[str, Any]
 T = TypeVar("T")
 DEFAULT_STREAM = 0
 """As a snapshot's segments name it."""
-_ASKED = re.compile(r"(?:Requested size:|Tried to allocate) (\d[\d.]* \w+)")
+_ASKED = re.compile(r"(?:Requested size:|Tried to allocate) (\d{1,9}(?:\.\d{1,9})? (?:bytes|[KMGT]iB))\b")
 _NO_POOL: PoolId = (-1, -1)
 """One that holds nothing."""
 
@@ -357,7 +357,7 @@ class OomWatch:
             return
         this.busy = True
         try:
-            this.at = perf_counter()
+            this.at = monotonic()
             self._see(device, (asked, allowed, free), trace.get_current_span(), None)
         except Exception as error:
             self._failed(error)
@@ -577,7 +577,7 @@ class OomWatch:
         return thinned(recent, READINGS)
 
     def _in_flight(self, device: int, reading: AllocatorReading | None) -> Sequence[InFlight]:
-        now = perf_counter()
+        now = monotonic()
         requests: list[InFlight] = []
         held = None if reading is None else reading.reserved
         for operation, began, before in self._requests():

@@ -1039,6 +1039,40 @@ def test_an_early_rejection_that_the_code_caught_is_told_by_its_request(gpu):
     assert got["rejections"] == 3
 
 
+def errors_of_the_users_own() -> dict:
+    import torch
+
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    watched = Watched()
+    kept = take(700 * MIB)
+    errors = [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        torch.OutOfMemoryError("Speicher voll: " + "ü" * 100_000),
+        torch.OutOfMemoryError(),
+        OutOfMemoryError(b"\xff"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        MemoryError(),
+    ]
+    for error in errors:
+        with contextlib.suppress(Exception), track("answer"):
+            raise error
+    told_of_those = [watched.events, len(watched.records), watched.verdicts]
+    with contextlib.suppress(torch.OutOfMemoryError), track("answer"):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            take(500 * MIB)
+        raise torch.OutOfMemoryError("Tried to allocate 5 hunter2 of /home/somebody")
+    return {"none": told_of_those, "summary": watched.events[0]["summary"], "kept": kept.numel()}
+
+
+def test_errors_that_the_users_code_raises_itself_have_no_verdict_and_tell_nothing_of_their_words(gpu):
+    got = gpu.run(errors_of_the_users_own, memory="1GiB", alloc_conf="throw_on_cudamalloc_oom:True")
+    assert got["none"] == [[], 0, {}]
+    assert got["summary"].startswith("cuda:0 is out of memory: Refused early")
+    assert "hunter2" not in got["summary"]
+
+
 def test_without_the_option_rejections_are_absent(gpu):
     assert gpu.run(refused_early, memory="1GiB")["rejections"] is None
 
