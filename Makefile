@@ -6,7 +6,7 @@ PY := .venv/bin/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full test e2e faults proof lint bench bench-check bench-baseline truth docs constraints clean
+.PHONY: help demo demo-full test e2e faults soak proof lint bench bench-check bench-baseline truth docs constraints clean
 
 help: ## print the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -33,6 +33,9 @@ e2e: $(READY) ## the pipeline's tests: real collector, Prometheus, Alertmanager,
 
 faults: $(READY) ## everything that may go wrong around this package, each with its promise (docs/RELIABILITY.md)
 	$(PY) -m pytest tests/faults $(PYTEST)
+
+soak: $(READY) ## the example server through ten minutes of all that at once (SOAK_SECONDS=600 SOAK_SEED=7)
+	@$(PY) tests/soak/soak.py --seconds $(or $(SOAK_SECONDS),600) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 proof: $(READY) ## takes each protection out of a copy, and wants its fault's test to fail (WORDS=fork)
 	$(PY) tests/faults/prove.py $(WORDS)

@@ -707,6 +707,24 @@ promise: taken out, the test fails (`make proof` takes each out of a copy and lo
 """
 
 TAIL = """
+## The soak
+
+`make soak` (`SOAK_SECONDS=600`, `SOAK_SEED=` repeats one) is all of it at once: the example server at its top rate on
+the emulated GPU, its guard on, everything exported over OTLP, while the live server is uninstrumented and instrumented
+again, the collector refuses, hangs, talks nonsense, is gone and comes back, clients leave in the middle of streams,
+coroutines are cancelled and far too much memory is asked for, each at random times. In the end
+
+- **nothing has grown**: resident memory, threads, descriptors and series, the second quarter against the last, within
+  bounds that a leak of each kind is shown to break;
+- **no request is lost**: each has its answer, or the error for want of memory that its call has met;
+- **all accounts agree, call by call**: the clients', the server's own, torch's and the telemetry's. A call that began
+  while instrumented has its one span at the collector, and its one measurement in the histograms unless it ended after
+  its `uninstrument()`. Told of it is what came before the last export of its series: an application that wants the rest
+  flushes its meter provider before it calls `uninstrument()`, for then the series vanish. The allocator's counters are
+  torch's own to the last byte.
+
+`make test` runs 45 seconds of it with a fixed seed (`tests/soak/test_soak.py`).
+
 ## What is not promised
 
 - **An exception that a signal handler raises** (a `SIGALRM` timeout, Celery's soft time limit) at the wrong one of the

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a process grows: its second quarter against its last.
+
+The first quarter is for warming up. Of each figure the medians of the two quarters are compared: what comes
+and goes (an outage's queue, a burst of connections) moves a median little, and a leak moves it by all that
+leaked in half of the run. What may be between them is ``BOUNDS``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BOUNDS = {
+    "memory": 16 << 20,
+    "threads": 3,
+    "descriptors": 6,
+    "series": 8,
+}
+"""Bytes, and counts. A clean run's medians differ by a quarter of this and less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at: float
+    """Seconds, of the wall clock."""
+    memory: int
+    """Resident bytes, but for what stands for the device's memory."""
+    threads: int
+    descriptors: int
+
+
+def sample(pid: int) -> Sample:
+    """What a process holds now.
+
+    The emulated device's memory is address space without a reservation (``nr``), resident where it was
+    written to, and no memory of the process's: with MALLOC_ARENA_MAX=1 nothing else has that flag.
+    """
+    process = Path("/proc") / str(pid)
+    memory = resident = 0
+    for line in (process / "smaps").read_text().splitlines():
+        if line.startswith("Rss:"):
+            resident = int(line.split()[1]) << 10
+        elif line.startswith("VmFlags:") and "nr" not in line.split():
+            memory += resident
+    threads = len(list((process / "task").iterdir()))
+    return Sample(time.time(), memory, threads, len(list((process / "fd").iterdir())))
+
+
+def quarter(number: int, began: float, ended: float) -> tuple[float, float]:
+    """When the first (1) to last (4) of them was."""
+    length = (ended - began) / 4
+    return began + (number - 1) * length, began + number * length
+
+
+def medians(samples: Sequence[Sample], began: float, ended: float) -> dict[str, tuple[float, float]]:
+    """Of each figure: in the second quarter, and in the last."""
+    of = [
+        [each for each in samples if first <= each.at <= last]
+        for first, last in (quarter(2, began, ended), quarter(4, began, ended))
+    ]
+    return {
+        name: tuple(statistics.median(getattr(each, name) for each in part) for part in of)
+        for name in ("memory", "threads", "descriptors")
+    }
+
+
+def grown(figures: dict[str, tuple[float, float]]) -> list[str]:
+    """What has grown beyond its bound, in words."""
+    return [
+        f"{name} grew from {before:,.0f} to {after:,.0f}: more than {BOUNDS[name]:,} in half of the run"
+        for name, (before, after) in figures.items()
+        if after - before > BOUNDS[name]
+    ]
