@@ -484,3 +484,77 @@ def test_the_builder_of_classes_is_put_back_once_the_last_class_is_there(tmp_pat
     )
     assert [span["name"] for span in spans] == ["generate Engine"]
     assert "not measured" not in said
+
+
+STREAMED = """
+    from threading import Thread
+    from types import SimpleNamespace
+    from opentelemetry.trace import get_current_span
+
+    # all that a streamer asks of a tokenizer
+    words = SimpleNamespace(decode=lambda tokens, **_: f"{tokens}" + chr(10))
+
+    def generate(model, ids, streamer):
+        thread = Thread(target=model.generate, args=(ids,), kwargs={
+            "streamer": streamer, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None})
+        thread.start()
+        return thread
+"""
+
+
+def test_a_streamers_steps_are_one_call_beside_the_generate_that_feeds_it():
+    """As transformers' own example has it: ``generate`` in a thread, the streamer in the consumer's."""
+    spans, pieces = run(
+        STREAMED
+        + """
+    instrument(targets=["transformers.generation.streamers:TextIteratorStreamer.__next__"])
+    from transformers import TextIteratorStreamer
+    model, ids = llama()
+    with traced.provider.get_tracer("test").start_as_current_span("GET /") as consumer:
+        streamer = TextIteratorStreamer(words, skip_prompt=True, timeout=60)
+        thread = generate(model, ids, streamer)
+        pieces = []
+        for piece in streamer:
+            assert get_current_span() is consumer
+            pieces.append(piece)
+        thread.join()
+    spans = {span.name: span for span in traced.spans}
+    stream, generated = spans["next TextIteratorStreamer"], spans["generate LlamaForCausalLM"]
+    assert len(traced.spans) == 3
+    assert stream.parent.span_id == spans["GET /"].context.span_id
+    assert generated.parent is None, "a thread has no parent"
+    assert stream.start_time < generated.end_time
+    print(json.dumps([sorted(spans), len(pieces)]))
+    """
+    )
+    assert spans == ["GET /", "generate LlamaForCausalLM", "next TextIteratorStreamer"]
+    assert pieces == 5  # the last one is empty
+
+
+def test_an_async_streamer_that_an_endpoint_returns_is_followed_to_its_end():
+    assert run(
+        STREAMED
+        + """
+    import asyncio
+    from transformers import AsyncTextIteratorStreamer
+    from opentelemetry_instrumentation_torchmem import track
+    instrument()
+    model, ids = llama()
+
+    @track("chat", iterator=True)
+    def chat():
+        streamer = AsyncTextIteratorStreamer(words, skip_prompt=True, timeout=60)
+        threads.append(generate(model, ids, streamer))
+        return streamer
+
+    async def main():
+        stream = chat()
+        assert isinstance(stream, AsyncTextIteratorStreamer)
+        return [piece async for piece in stream]
+
+    threads = []
+    pieces = asyncio.run(main())
+    threads[0].join()
+    print(json.dumps([sorted(span["name"] for span in finished()), len(pieces)]))
+    """
+    ) == [["chat", "generate LlamaForCausalLM"], 5]

@@ -278,7 +278,7 @@ class Opened(Streamer):
     def __enter__(self):
         return self
 
-    def __exit__(self, *_: Any):
+    def __exit__(self, *_: object):
         self.closed = True
 
     def close(self):
@@ -289,7 +289,7 @@ class AsyncOpened(AsyncStreamer):
     async def __aenter__(self):
         return self
 
-    async def __aexit__(self, *_: Any):
+    async def __aexit__(self, *_: object):
         self.closed = True
 
     async def aclose(self):
@@ -339,7 +339,6 @@ def test_what_follows_an_iterator_can_do_no_more_than_it(measured):
     for bare in (Streamer(), AsyncOpened(), Opened()):
         result = measured.wrap(lambda bare=bare: bare, "stream", iterator=True)()
         assert attributes(result) == attributes(bare) | attributes(type(bare))
-        assert hasattr(type(result), "__aenter__") is hasattr(bare, "__aenter__")
 
 
 # iterators by their own steps

@@ -122,7 +122,7 @@ def _problem(name: object, options: Mapping[Any, Any]) -> str | None:
     return None
 
 
-_SPECIAL = ("__call__", "__init__", "__iter__", "__aiter__")
+_SPECIAL = ("__call__", "__init__", "__iter__", "__aiter__", "__next__", "__anext__")
 
 
 @dataclass(frozen=True, slots=True)

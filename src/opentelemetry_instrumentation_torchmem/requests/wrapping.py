@@ -10,8 +10,9 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import contextmanager, suppress
+from threading import Lock
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
@@ -19,7 +20,8 @@ from weakref import WeakKeyDictionary, ref
 import wrapt
 
 from ..allocator.source import tracing_call
-from .probe import Guard, Probe, Requests, SpanName, Target
+from .names import SpanName, name_of
+from .probe import Guard, Probe, Requests, Target
 
 _Proxy: Any = wrapt.ObjectProxy
 Function = Callable[..., Any]
@@ -63,6 +65,10 @@ def wrap_attribute(
         )
     if own and function in _asking:
         return _nothing_to_undo
+    if attribute in STEPS and isinstance(owner, type) and not owner.__weakrefoffset__:
+        raise TypeError(
+            f"an iterator of {owner.__name__} is not followed: __weakref__ is not in its __slots__"
+        )
     call = function
     bound = isinstance(owner, type) and not isinstance(entry, staticmethod) and hasattr(kind, "__get__")
     if isinstance(owner, type) and not isinstance(entry, staticmethod):
@@ -185,10 +191,13 @@ def _wrap(
 ) -> tuple[Function, Asking]:
     """``call`` is called, ``function`` is what it looks like; ``bound`` if its first argument is what it is
     called on."""
-    calls = requests.calls(target, name or _default_name(function, target.operation), bound=bound)
+    calls = requests.calls(target, name or name_of(function, target.operation), bound=bound)
     asking = Asking(calls.begin, target.nested)
     call = call or function
-    if inspect.iscoroutinefunction(function):
+    steps = STEPS.get(getattr(function, "__name__", ""))
+    if steps is not None:
+        wrapper = steps(call, asking)
+    elif inspect.iscoroutinefunction(function):
         wrapper = _coroutine(call, asking)
     elif inspect.isasyncgenfunction(function):
         wrapper = _async_generator(call, asking)
@@ -545,61 +554,218 @@ class _Again(Guard):
         return self.stream() is None
 
 
+class _Steps:
+    """The steps of an iterator: a call that lasts until one of them says it is over, or nobody has it."""
+
+    __slots__ = ("_guard", "_one", "probe")
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self._guard = Guard(probe)
+        self._one = Lock()
+
+    def next(self, step: Function, *arguments: Any) -> Any:
+        """One step, within the call unless it is over or another thread is at one."""
+        probe = self.probe
+        if not probe.open or not self._one.acquire(blocking=False):
+            return step(*arguments)
+        try:
+            probe.enter()
+            try:
+                item = step(*arguments)
+            except StopIteration as end:
+                probe.stop(end.value)
+                raise
+            except BaseException as error:
+                probe.fail(error)
+                raise
+            probe.leave()
+            return item
+        finally:
+            self._one.release()
+
+    @contextmanager
+    def ending(self) -> Generator[None]:
+        """What ends the iteration, if it is not over: it is given up."""
+        try:
+            yield
+        except BaseException as error:
+            self.probe.fail(error)
+            raise
+        self.probe.abandon()
+
+    async def anext(self, step: Function, *arguments: Any) -> Any:
+        """One step of an asynchronous iterator; likewise of tasks."""
+        probe = self.probe
+        if not probe.open or not self._one.acquire(blocking=False):
+            return await step(*arguments)
+        try:
+            probe.enter()
+            try:
+                item = await _steps(_as_coroutine(step(*arguments)), probe)
+            except StopAsyncIteration:
+                probe.stop()
+                raise
+            except BaseException as error:
+                probe.fail(error)
+                raise
+            probe.leave()
+            return item
+        finally:
+            self._one.release()
+
+
+class _Iterations:
+    """The iterators of a measured ``__next__`` that are under way."""
+
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+        self._known: dict[int, tuple[ref[object], _Steps]] = {}
+
+    def __reduce__(self) -> tuple[type[_Iterations], tuple[Asking]]:
+        return _Iterations, (self._asking,)
+
+    def of(self, iterator: object) -> _Steps | None:
+        """The steps of an iterator; None where it is not measured."""
+        key, known = id(iterator), self._known
+        found = known.get(key)
+        if found is not None and found[1].probe.open and found[0]() is iterator:
+            return found[1]
+
+        def collected(gone: ref[object]) -> None:
+            if key in known and known[key][0] is gone:
+                del known[key]  # and with it the guard, which gives up the call
+
+        try:
+            reference = ref(iterator, collected)
+        except TypeError:  # nobody would know when it is gone
+            return None
+        probe = self._asking.begin((iterator,), {})
+        if probe is None:
+            return None
+        probe.leave()
+        steps = _Steps(probe)
+        known[key] = reference, steps
+        return steps
+
+    def over(self, iterator: object) -> None:
+        """Forget one that has come to its end."""
+        found = self._known.get(id(iterator))
+        if found is not None and not found[1].probe.open:
+            self._known.pop(id(iterator), None)
+
+
+def _next(function: Function, asking: Asking) -> Function:
+    here, iterations = _here, _Iterations(asking)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if here.compiling() or here.tracing():
+            return function(*args, **kwargs)
+        steps = iterations.of(args[0]) if args else None
+        if steps is None:
+            return function(*args, **kwargs)
+        try:
+            return steps.next(function, *args)
+        finally:
+            iterations.over(args[0])
+
+    return wrapper
+
+
+def _anext(function: Function, asking: Asking) -> Function:
+    iterations = _Iterations(asking)
+
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        steps = iterations.of(args[0]) if args else None
+        if steps is None:
+            return await function(*args, **kwargs)
+        try:
+            return await steps.anext(function, *args)
+        finally:
+            iterations.over(args[0])
+
+    return wrapper
+
+
+STEPS = {"__next__": _next, "__anext__": _anext}
+"""Methods of which many calls are one: from an iterator's first step to its end."""
+
+
 class _Followed(_Proxy):
     """What follows an iterator: the iterator in all but its identity."""
 
     def __init__(self, iterator: Any, probe: Probe) -> None:
         _Proxy.__init__(self, iterator)
-        self._self_probe = probe
-        self._self_guard = Guard(probe)
+        self._self_steps = _Steps(probe)
 
 
-class _FollowedIterator(_Followed):
+class _Iterated(_Followed):
     def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> Any:
-        probe: Probe = self._self_probe
-        if not probe.open:
-            return next(self.__wrapped__)
-        probe.enter()
-        try:
-            item = next(self.__wrapped__)
-        except StopIteration:
-            probe.stop()
-            raise
-        except BaseException as error:
-            probe.fail(error)
-            raise
-        probe.leave()
-        return item
+        return self._self_steps.next(next, self.__wrapped__)
 
 
-class _FollowedAsyncIterator(_Followed):
+class _AsyncIterated(_Followed):
     def __aiter__(self) -> Any:
         return self
 
-    async def __anext__(self) -> Any:
-        probe: Probe = self._self_probe
-        if not probe.open:
-            return await self.__wrapped__.__anext__()
-        probe.enter()
-        try:
-            item = await _steps(_as_coroutine(self.__wrapped__.__anext__()), probe)
-        except StopAsyncIteration:
-            probe.stop()
-            raise
-        except BaseException as error:
-            probe.fail(error)
-            raise
-        probe.leave()
-        return item
+    def __anext__(self) -> Any:
+        return self._self_steps.anext(self.__wrapped__.__anext__)
+
+
+class _Entered(_Followed):
+    def __enter__(self) -> Any:
+        entered = self.__wrapped__.__enter__()
+        return self if entered is self.__wrapped__ else entered
+
+    def __exit__(self, *error: object) -> Any:
+        with self._self_steps.ending():
+            return self.__wrapped__.__exit__(*error)
+
+
+class _AsyncEntered(_Followed):
+    async def __aenter__(self) -> Any:
+        entered = await self.__wrapped__.__aenter__()
+        return self if entered is self.__wrapped__ else entered
+
+    async def __aexit__(self, *error: object) -> Any:
+        with self._self_steps.ending():
+            return await self.__wrapped__.__aexit__(*error)
+
+
+class _Closed(_Followed):
+    def close(self, *args: Any, **kwargs: Any) -> Any:
+        with self._self_steps.ending():
+            return self.__wrapped__.close(*args, **kwargs)
+
+
+class _AsyncClosed(_Followed):
+    async def aclose(self, *args: Any, **kwargs: Any) -> Any:
+        with self._self_steps.ending():
+            return await self.__wrapped__.aclose(*args, **kwargs)
+
+
+_PARTS = {
+    "__next__": _Iterated,
+    "__anext__": _AsyncIterated,
+    "__enter__": _Entered,
+    "__aenter__": _AsyncEntered,
+    "close": _Closed,
+    "aclose": _AsyncClosed,
+}
 
 
 def _stream_kind(kind: type) -> type[_Followed] | None:
-    if getattr(kind, "__next__", None) is not None:
-        return _FollowedIterator
-    return None if getattr(kind, "__anext__", None) is None else _FollowedAsyncIterator
+    """What follows iterators of a class, and has of these methods what they have; None for no iterators."""
+    methods = tuple(name for name in _PARTS if getattr(kind, name, None) is not None)
+    return None if STEPS.keys().isdisjoint(methods) else _made_of(methods)
+
+
+@functools.cache
+def _made_of(methods: tuple[str, ...]) -> type[_Followed]:
+    return cast("Any", type)("Followed", tuple(_PARTS[name] for name in methods), {})
 
 
 # attributes
@@ -642,43 +808,3 @@ def _bound_by(entry: Any) -> Function:
         return entry.__get__(args[0], type(args[0]))(*args[1:], **kwargs)
 
     return _of_its_own(call, entry, globals())
-
-
-# names of spans
-
-
-def _default_name(function: Function, operation: str) -> SpanName:
-    qualified: str = getattr(function, "__qualname__", operation)
-    owner, _, attribute = qualified.rpartition(".")
-    if owner and not owner.endswith("<locals>"):
-        return _ClassName(operation, owner.rpartition(".")[2], attribute).of
-    return operation if attribute == operation else f"{operation} {attribute}"
-
-
-class _ClassName:
-    """The operation and the class that a method is called on."""
-
-    __slots__ = ("_attribute", "_names", "_operation", "_owner")
-    _ENOUGH = 1000
-    """Classes by name; in a process that keeps making classes they begin anew."""
-
-    def __init__(self, operation: str, owner: str, attribute: str) -> None:
-        self._operation = operation
-        self._owner = owner
-        self._attribute = attribute
-        self._names: dict[str, str] = {}
-
-    def of(self, arguments: Sequence[Any]) -> str:
-        """The name of a call with these arguments."""
-        if not arguments:
-            return f"{self._operation} {self._owner}"
-        first: object = arguments[0]
-        kind = first if isinstance(first, type) else type(first)
-        known = self._names.get(kind.__name__)
-        if known is not None:
-            return known
-        if len(self._names) >= self._ENOUGH:
-            self._names.clear()
-        # a static method's first argument is anything
-        owner = kind.__name__ if hasattr(kind, self._attribute) else self._owner
-        return self._names.setdefault(kind.__name__, f"{self._operation} {owner}")
