@@ -134,7 +134,10 @@ def evidences(
     if not isinstance(given, dict) and any(segment.get("is_expandable") for segment in segments):
         settings = replace(settings, expandable_segments=True)
     devices = about.dicts("devices")
-    traces: Sequence[Any] = whole.get("device_traces") or ()
+    given_traces = whole.get("device_traces", ())
+    if not isinstance(given_traces, (list, tuple)):
+        raise NothingToSeeError(f"device_traces is a {type(given_traces).__name__}; it must be a list")
+    traces = cast("Sequence[Any]", given_traces)
     found: list[Evidence] = []
     for index in sorted({*devices, *(segment["device"] for segment in segments)}):
         known = devices.get(index, _Told({}, KEY))
@@ -191,6 +194,9 @@ def _activity(known: _Told) -> Activity | None:
     return Activity(known.number("seconds"), **whole)
 
 
+_LARGEST = 1 << 63
+
+
 class _Told:
     """A dict of a file that nobody has to trust: its values are what they must be, or it is said."""
 
@@ -207,6 +213,8 @@ class _Told:
         value = self._given.get(name)
         if value is not None and not isinstance(value, (int, float)):
             raise NothingToSeeError(f"{self._where}: {name} is a {type(value).__name__}; it must be a number")
+        if value is not None and not abs(value) < _LARGEST:
+            raise NothingToSeeError(f"{self._where}: {name} is beyond any figure of a device")
         return value
 
     def text(self, name: str) -> str | None:
