@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,6 +174,48 @@ def test_a_class_target_is_measured_where_its_model_was_compiled_before(instrume
         assert instrumented.names == []
         assert {name: vars(model).get(name) for name in before} == before
     assert not counters["graph_break"]
+
+
+def test_a_wrapper_around_what_was_compiled_before_is_measured_too(instrumented):
+    model = by_forward(Net())
+    compiled = model.forward
+
+    @functools.wraps(compiled)
+    def wrapper(*args: Any) -> Any:
+        return compiled(*args)
+
+    model.forward = wrapper
+    instrumented.on(FORWARD)
+    model(X)
+    assert instrumented.names == ["forward Net"]
+    instrumented.off()
+    assert model.forward is wrapper
+
+
+def test_to_instrument_beside_threads_that_build_tuples_breaks_none_of_them(instrumented):
+    kept = by_forward(Net())
+    wrong: list[BaseException] = []
+    ended = threading.Event()
+
+    def build() -> None:
+        while not ended.is_set():
+            try:
+                tuple(time.sleep(0) for _ in range(50))
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=build) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        instrumented.on(FORWARD)
+        kept(X)
+        instrumented.off()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert instrumented.names == ["forward Net"] * 5
+    assert wrong == []
 
 
 @ways

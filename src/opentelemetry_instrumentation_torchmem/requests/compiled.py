@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
@@ -50,7 +51,7 @@ class CompiledCalls:
         self._models.look_inside(_call_of_compiled)
         self._hear(vars(compiler)["_TorchDynamoContext"], getattr(optimized, "_initialize", None))
         if self._came_first:
-            for model in _instances(sys.modules["torch"].nn.Module):
+            for model in _holding_compiled(self._context, sys.modules["torch"].nn.Module, self._own):
                 if not isinstance(model, optimized):
                     self._take_hold(model)
 
@@ -95,8 +96,8 @@ class CompiledCalls:
     def _take_hold(self, model: Any) -> None:
         held: dict[str, Any] = getattr(model, "__dict__", {})
         for name in _HOLDING:
-            made = held.get(name)
-            if type(made) is FunctionType and "_torchdynamo_orig_callable" in vars(made):
+            made: Any = held.get(name)
+            if _is_compiled(made):
                 held[name] = _outside_of_model(made, ref(model))
                 self._remember(model)
 
@@ -308,8 +309,35 @@ def _chain(function: Any) -> Iterator[Any]:
         function = getattr(function, "__dict__", {}).get("__wrapped__")
 
 
-def _instances(cls: type) -> list[Any]:
-    """Every one there is."""
-    kinds = {id(cls), *map(id, below(cls))}
-    objects: list[object] = gc.get_objects()
-    return [each for each in objects if id(type(each)) in kinds]
+# what was compiled before
+
+
+def _is_compiled(thing: object) -> bool:
+    return type(thing) is FunctionType and "_torchdynamo_orig_callable" in vars(thing)
+
+
+def _holding_compiled(context: type, model_class: type, call: Function) -> list[Any]:
+    """The models that hold a compiled function, or a wrapper around one, in their own dictionaries.
+
+    From what refers to the code that the compiler makes its functions of. A walk over all objects,
+    ``gc.get_objects``, would touch tuples that other threads are still building, and those then fail.
+    """
+    calls = [call, *(vars(each)["__call__"] for each in below(context) if "__call__" in vars(each))]
+    codes = [inner for each in calls for inner in _codes_within(inspect.unwrap(each).__code__)]
+    found: dict[int, Any] = {}
+    compiled = [each for each in gc.get_referrers(*codes) if _is_compiled(each)]
+    known = set(map(id, compiled))
+    while compiled:
+        dictionaries: list[Any] = [each for each in gc.get_referrers(*compiled) if type(each) is dict]
+        owners = gc.get_referrers(*dictionaries) if dictionaries else []
+        found.update((id(each), each) for each in owners if issubclass(type(each), model_class))
+        compiled = [each for each in owners if _is_compiled(each) and id(each) not in known]
+        known.update(map(id, compiled))
+    return list(found.values())
+
+
+def _codes_within(code: CodeType) -> Iterator[CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _codes_within(each)
