@@ -164,6 +164,12 @@ median over the rounds, the quartiles are theirs. Absolute times, in the last co
   - torchtel 0.0.3 makes a span, without figures, for each `forward` of one model (and for what a training
     loop does), and tells the bytes allocated and reserved on the current device.
 
+`make bench-check` holds the paths against `benchmarks/baseline.json`, on any machine: how many instructions
+the interpreter executes for one call in this package's code (at most 2 % more) and in all, how many C
+functions are called (2 %), how many of them are torch's (none), what an import brings; and, loosely, the
+ratios to the same floors, which fail if they are a fifth worse in each of three tries. `make bench-baseline`
+writes it, for the Python that runs it.
+
 What a measured call costs above its floor is some hundred lines of Python, run once: about 16 function
 calls and one object. Looked at part by part on the first of these machines, of 9.5 µs for one with a span 2
 are the shapes and types of the arguments, 1.7 the window that tells overlap, 1.7 the figures and the
