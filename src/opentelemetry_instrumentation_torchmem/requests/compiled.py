@@ -18,7 +18,6 @@ from typing import Any
 from weakref import ref
 
 from . import track, wrapping
-from .targets import below
 from .wrapping import Asking, Function, asking_of
 
 COMPILER = "torch._dynamo.eval_frame"
@@ -51,7 +50,7 @@ class CompiledCalls:
         self._models.look_inside(_call_of_compiled)
         self._hear(vars(compiler)["_TorchDynamoContext"], getattr(optimized, "_initialize", None))
         if self._came_first:
-            for model in _holding_compiled(self._context, sys.modules["torch"].nn.Module, self._own):
+            for model in _holding_compiled(self._own, sys.modules["torch"].nn.Module):
                 if not isinstance(model, optimized):
                     self._take_hold(model)
 
@@ -316,14 +315,14 @@ def _is_compiled(thing: object) -> bool:
     return type(thing) is FunctionType and "_torchdynamo_orig_callable" in vars(thing)
 
 
-def _holding_compiled(context: type, model_class: type, call: Function) -> list[Any]:
+def _holding_compiled(compiles: Function, model_class: type) -> list[Any]:
     """The models that hold a compiled function, or a wrapper around one, in their own dictionaries.
 
-    From what refers to the code that the compiler makes its functions of. A walk over all objects,
-    ``gc.get_objects``, would touch tuples that other threads are still building, and those then fail.
+    From what refers to the code that the compiler makes its functions of: one look, if nothing was compiled.
+    A walk over all objects, ``gc.get_objects``, would touch tuples that other threads are still building, and
+    those then fail.
     """
-    calls = [call, *(vars(each)["__call__"] for each in below(context) if "__call__" in vars(each))]
-    codes = [inner for each in calls for inner in _codes_within(inspect.unwrap(each).__code__)]
+    codes = list(_codes_within(inspect.unwrap(compiles).__code__))
     found: dict[int, Any] = {}
     compiled = [each for each in gc.get_referrers(*codes) if _is_compiled(each)]
     known = set(map(id, compiled))
