@@ -20,7 +20,7 @@ BOUNDS = {
     "descriptors": 6,
     "series": 8,
 }
-"""Bytes, and counts. A clean run's medians differ by a quarter of this and less."""
+"""Bytes, and counts. The medians of clean runs of ten minutes differ by less than half of this."""
 
 
 @dataclass(frozen=True, slots=True)
