@@ -62,11 +62,12 @@ class _Measured:
         self.target = target if span is None else replace(target, span=span)
         self._follows_the_default = span is None
         self._name: SpanName = target.operation
+        self._bound = False
         self._calls: Calls | None = None
 
-    def calls(self, target: Target, name: SpanName) -> _Measured:
+    def calls(self, target: Target, name: SpanName, *, bound: bool = False) -> _Measured:
         """Itself, from now on under the name."""
-        self.target, self._name = target, name
+        self.target, self._name, self._bound = target, name, bound
         return self
 
     def begin(
@@ -81,7 +82,7 @@ class _Measured:
             target = self.target
             if self._follows_the_default and target.span != _Active.default_span:
                 target = replace(target, span=_Active.default_span)
-            calls = requests.calls(target, self._name)
+            calls = requests.calls(target, self._name, bound=self._bound)
             if self in _named:
                 self._calls = calls
         return calls.begin(arguments, keywords)

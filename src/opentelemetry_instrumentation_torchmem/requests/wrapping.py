@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, ModuleType
@@ -20,8 +20,7 @@ from weakref import WeakKeyDictionary, ref
 import wrapt
 
 from ..allocator.source import tracing_call
-from .names import SpanName, name_of
-from .probe import Guard, Probe, Requests, Target
+from .probe import Guard, Probe, Requests, SpanName, Target
 
 _Proxy: Any = wrapt.ObjectProxy
 Function = Callable[..., Any]
@@ -191,7 +190,7 @@ def _wrap(
 ) -> tuple[Function, Asking]:
     """``call`` is called, ``function`` is what it looks like; ``bound`` if its first argument is what it is
     called on."""
-    calls = requests.calls(target, name or name_of(function, target.operation), bound=bound)
+    calls = requests.calls(target, name or _default_name(function, target.operation), bound=bound)
     asking = Asking(calls.begin, target.nested)
     call = call or function
     steps = STEPS.get(getattr(function, "__name__", ""))
@@ -808,3 +807,43 @@ def _bound_by(entry: Any) -> Function:
         return entry.__get__(args[0], type(args[0]))(*args[1:], **kwargs)
 
     return _of_its_own(call, entry, globals())
+
+
+# names of spans
+
+
+def _default_name(function: Function, operation: str) -> SpanName:
+    qualified: str = getattr(function, "__qualname__", operation)
+    owner, _, attribute = qualified.rpartition(".")
+    if owner and not owner.endswith("<locals>"):
+        return _ClassName(operation, owner.rpartition(".")[2], attribute).of
+    return operation if attribute == operation else f"{operation} {attribute}"
+
+
+class _ClassName:
+    """The operation and the class that a method is called on."""
+
+    __slots__ = ("_attribute", "_names", "_operation", "_owner")
+    _ENOUGH = 1000
+    """Classes by name; in a process that keeps making classes they begin anew."""
+
+    def __init__(self, operation: str, owner: str, attribute: str) -> None:
+        self._operation = operation
+        self._owner = owner
+        self._attribute = attribute
+        self._names: dict[str, str] = {}
+
+    def of(self, arguments: Sequence[Any]) -> str:
+        """The name of a call with these arguments."""
+        if not arguments:
+            return f"{self._operation} {self._owner}"
+        first: object = arguments[0]
+        kind = first if isinstance(first, type) else type(first)
+        known = self._names.get(kind.__name__)
+        if known is not None:
+            return known
+        if len(self._names) >= self._ENOUGH:
+            self._names.clear()
+        # a static method's first argument is anything
+        owner = kind.__name__ if hasattr(kind, self._attribute) else self._owner
+        return self._names.setdefault(kind.__name__, f"{self._operation} {owner}")
