@@ -26,7 +26,7 @@ from truth.states import DEVICES, MEMORY, MIB, MODES, Tally
 
 TESTS = Path(__file__).resolve().parent.parent
 STOPS = 4  # judged states of one walk
-WALKS = 10  # of one process
+WALKS = 25  # of one process
 
 
 def _environment(mode: str) -> dict[str, str]:
