@@ -645,8 +645,11 @@ def test_the_nearest_class_decides_what_a_method_belongs_to(measuring, write):
             {"target": "app_engine:call", "nestled": True},
             "'nestled' is no option of a target (iterator, nested",
         ),
-        ({"span": "new"}, "a target is module:Class.method"),
-        (7, "a target is module:Class.method"),
+        ({"span": "new"}, "target {'span': 'new'} is not measured: a target is module:Class.method"),
+        (7, "target 7 is not measured: a target is module:Class.method"),
+        (None, "target None is not measured: a target is module:Class.method"),
+        ({"target": None}, "target {'target': None} is not measured: a target is module:Class.method"),
+        (textwrap.dedent, "here textwrap:dedent, as a text"),
     ],
 )
 def test_a_wrong_target_is_told_once_by_name_and_costs_only_itself(measuring, write, target, why):

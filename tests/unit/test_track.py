@@ -8,11 +8,13 @@ import copy
 import gc
 import inspect
 import io
+import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +128,62 @@ def test_the_default_mode_is_that_of_whoever_measures(off):
     chat()
     told()
     assert off.names == ["told"]
+
+
+def test_an_asynchronous_block_is_a_block(measuring):
+    async def work() -> None:
+        async with track("rerank") as request:
+            request.set_attribute("app.documents", 40)
+            await asyncio.sleep(0)
+        with suppress(KeyError):
+            async with track("failing"):
+                raise KeyError
+
+    asyncio.run(work())
+    rerank, failing = measuring.spans
+    assert dict(rerank.attributes) == {"torch.operation": "rerank", "app.documents": 40}
+    assert failing.attributes["error.type"] == "KeyError"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
+def test_a_call_during_which_the_process_forks_is_the_parents_alone():
+    """And what the child calls then is measured, though it began within that call."""
+    script = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+from exported import Traced
+from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor, track
+import torch
+
+traced = Traced()
+TorchMemInstrumentor().instrument(tracer_provider=traced.provider)
+
+@track("stream")
+def stream():
+    yield 1
+    yield 2
+
+running = stream()
+next(running)
+with track("parent"):
+    child = os.fork() == 0
+    if child:
+        with track("child"):
+            pass
+list(running)
+print(json.dumps(sorted(span.name for span in traced.spans)), flush=True)
+if child:
+    os._exit(0)
+os.wait()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(Path(__file__).parents[1])],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert sorted(done.stdout.splitlines()) == ['["child"]', '["parent", "stream"]'], done.stderr
 
 
 def test_blocks_inside_one_another_count_once_unless_asked(measuring):
@@ -401,14 +459,23 @@ def test_a_model_that_is_collected_is_not_mistaken_for_the_next(measuring):
     assert measuring.names == []
 
 
-def test_instrumenting_a_model_again_replaces_what_was_said_of_it(measuring):
+@pytest.mark.parametrize("ended", [0, 1])
+def test_of_a_model_that_is_instrumented_again_the_latest_counts_that_has_not_been_ended(measuring, ended):
     model = Net()
-    stale = instrument_model(model, "first")
-    instrument_model(model, "second")
-    stale()
+    stops = [instrument_model(model, name) for name in ("first", "second")]
     model(X)
-    assert measuring.names == ["second Net"]
+    stops[ended]()
+    stops[ended]()
+    model(X)
+    assert measuring.names == ["second Net", ["second Net", "first Net"][ended]]
+    stops[1 - ended]()
+    assert "__call__" not in vars(Net)
+    for name in ("first", "second"):
+        instrument_model(model, name)
     uninstrument_model(model)
+    model(X)
+    assert measuring.names == []
+    assert "__call__" not in vars(Net)
 
 
 def test_a_class_with_its_own_call_keeps_it(measuring):

@@ -187,14 +187,17 @@ class OpenWindows:
     """
 
     def __init__(self) -> None:
+        self._open: dict[Window, None] = {}
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """As if none had ever been opened: in a forked child the parent's never end."""
+        """As if none had ever been opened: in a forked child the parent's end in the parent alone."""
+        for window in self._open:
+            window.open = False
         self.lock = threading.RLock()
         """Held where windows open and close. Reentrant: a signal handler may make a request in the middle."""
         self._sequence = 0
-        self._open: dict[Window, None] = {}
+        self._open = {}
         self.count = 0
         """Those open now, the nested ones not counted."""
         # the largest counts still to be seen by a window that is open: sequences rise, counts fall

@@ -6,6 +6,7 @@ Light: every process with the launcher imports it.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -91,13 +92,13 @@ def _spec(entry: object) -> TargetSpec:
         options["span"] = "off"  # what YAML makes of a bare off
     problem = _problem(name, options)
     if problem is not None:
-        return TargetSpec(name if isinstance(name, str) else repr(name or options), problem=problem)
+        return TargetSpec(name if isinstance(name, str) else repr(cast("object", entry)), problem=problem)
     return TargetSpec(name, **options)
 
 
 def _problem(name: object, options: Mapping[Any, Any]) -> str | None:
     if not isinstance(name, str):
-        return ALLOWED
+        return f"{ALLOWED}{_as_text(name)}"
     known = {field.name for field in fields(TargetSpec)} - {"target", "problem", "origin"}
     for option, value in options.items():
         if option not in known:
@@ -120,6 +121,14 @@ def _problem(name: object, options: Mapping[Any, Any]) -> str | None:
     if last.startswith("__") and last.endswith("__") and last not in _SPECIAL:
         return f"of the special methods only {', '.join(_SPECIAL)} can be measured"
     return None
+
+
+def _as_text(thing: object) -> str:
+    """How a function that was given itself would be written."""
+    path: str = getattr(thing, "__qualname__", "<")
+    if not inspect.isroutine(thing) or "<" in path:
+        return ""
+    return f"; here {getattr(thing, '__module__', None)}:{path}, as a text"
 
 
 _SPECIAL = ("__call__", "__init__", "__iter__", "__aiter__", "__next__", "__anext__")

@@ -124,7 +124,7 @@ def track(
         ValueError: ``name`` or ``span`` is not allowed.
 
     Example:
-        >>> with track("rerank") as request:
+        >>> with track("rerank") as request:  # or async with
         ...     request.set_attribute("app.documents", 40)
         >>> @track
         ... def embed(texts):
@@ -166,6 +166,14 @@ class Tracked:
         measured = self._measured(label, self._name or given.__name__)
         _declare(measured)
         return measured.wrap(given)
+
+    async def __aenter__(self) -> Request:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)
 
     def __enter__(self) -> Request:
         if wrapping.compiling() or wrapping.tracing():
@@ -225,7 +233,8 @@ def instrument_model(
     """Measure each call of this one model; returns what ends that, as ``uninstrument_model`` does.
 
     The model itself is not touched, so it can be pickled, copied, compiled, exported and scripted as before;
-    a copy is not measured. ``name`` becomes ``torch.operation``, ``forward`` where left out.
+    a copy is not measured. ``name`` becomes ``torch.operation``, ``forward`` where left out. Where it is said
+    again of the same model, the latest that has not been ended counts; ``uninstrument_model`` ends them all.
 
     Inside another measured call, as a ``generate`` is, it counts with that one unless ``nested`` is true.
 
@@ -257,12 +266,16 @@ def uninstrument_model(model: object) -> None:
         calls.discard(id(model))
 
 
+_Model = tuple[ref[object], Callable[..., Any]]
+
+
 class ModelCalls:
     """The measured models of one class, whose ``__call__`` looks for them: an instance's is never called."""
 
     def __init__(self, cls: type, own: Any = None) -> None:
         self._cls = cls
-        self._measured: dict[int, tuple[ref[object], Callable[..., Any]]] = {}
+        self._measured: dict[int, list[_Model]] = {}
+        """The latest last: it alone measures."""
         self.own = own
         """What the class itself has without us, if anything."""
         self.wrapped: Callable[[Any], Callable[..., Any]] = self._wrapped
@@ -279,15 +292,20 @@ class ModelCalls:
         key = id(model)
 
         def collected(gone: ref[object]) -> None:
-            if self._of(key) is gone:
+            if any(each[0] is gone for each in self._measured.get(key, ())):
                 del self._measured[key]  # in a finalizer, so the class is left for later
 
         def stop() -> None:
-            if self._of(key) is known:
-                self.discard(key)
+            models = self._measured.get(key, [])
+            if known in models:
+                models.remove(known)
+                if not models:
+                    self.discard(key)
 
-        known = ref(model, collected)
-        self._measured[key] = known, measured.wrap(self.pass_on, name)
+        known = ref(model, collected), measured.wrap(self.pass_on, name)
+        if not self._is(model):
+            self._measured[key] = []
+        self._measured[key].append(known)
         if _Active.requests is not None:
             self.install()
         return stop
@@ -313,7 +331,7 @@ class ModelCalls:
     def asking(self, model: object) -> wrapping.Asking | None:
         """How a model's calls are asked for; None for one that is not measured."""
         found = self._measured.get(id(model))
-        return None if found is None else wrapping.asking_of(found[1])
+        return wrapping.asking_of(found[-1][1]) if found else None
 
     def stands_for(self, entry: object) -> bool:
         """Whether a class's entry is our ``__call__``."""
@@ -351,7 +369,7 @@ class ModelCalls:
 
     def _wrapped(self, model: Any) -> Callable[..., Any]:
         found = self._measured.get(id(model))
-        return self.pass_on if found is None else found[1]
+        return found[-1][1] if found else self.pass_on
 
     def pass_on(self, model: Any, /, *args: Any, **kwargs: Any) -> Any:
         """What the class does without us."""
@@ -359,8 +377,10 @@ class ModelCalls:
             return cast("Any", super(self._cls, model)).__call__(*args, **kwargs)
         return self.own.__get__(model, type(model))(*args, **kwargs)
 
-    def _of(self, key: int) -> ref[object] | None:
-        return self._measured[key][0] if key in self._measured else None
+    def _is(self, model: object) -> bool:
+        """Whether what is known by its id is this very model, and none that is gone."""
+        known = self._measured.get(id(model))
+        return bool(known) and known[0][0]() is model
 
 
 _models: dict[type, ModelCalls] = {}
