@@ -113,14 +113,30 @@ class Server:
         """Its port."""
         line = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), START_LIMIT_S)
         if not line:
-            raise RuntimeError(f"the server does not start:\n{self.log.read_text()[-3000:]}")
+            self.process.wait()
+        self.expect()
         return json.loads(line)["port"]
+
+    def expect(self) -> None:
+        """That it is there.
+
+        Raises:
+            RuntimeError: it has ended; with the last of its log.
+        """
+        if self.process.poll() is not None:
+            said = self.log.read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"the server has ended with {self.process.returncode}:\n{said}")
 
     async def do(self, command: str, **arguments: Any) -> Any:
         def asked() -> Any:
-            self.process.stdin.write(json.dumps({"do": command, **arguments}).encode() + b"\n")
-            self.process.stdin.flush()
-            return json.loads(self.process.stdout.readline())
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(json.dumps({"do": command, **arguments}).encode() + b"\n")
+                self.process.stdin.flush()
+            line = self.process.stdout.readline()
+            if not line:
+                self.process.wait()
+                self.expect()
+            return json.loads(line)
 
         async with self._one_by_one:
             answer = await asyncio.to_thread(asked)
@@ -136,8 +152,7 @@ class Server:
                 with contextlib.suppress(httpx.HTTPError):
                     if (await client.get("/healthz")).status_code == 200:
                         return
-                if self.process.poll() is not None:
-                    break
+                self.expect()
                 await asyncio.sleep(0.1)
         raise RuntimeError(f"the server does not answer:\n{self.log.read_text()[-3000:]}")
 
@@ -171,21 +186,14 @@ class Soak:
             self.began = time.time()
             wave_s = min(load.WAVE_S, self._seconds / 8)  # whole waves in each quarter
             self.clients = Clients(url, self._seed, lambda: load.tide((time.time() - self.began) / wave_s))
-            others = [
-                asyncio.create_task(each)
-                for each in (self._sample(), self._switch(), self._outage(), self._storm())
-            ]
             asking = asyncio.create_task(self.clients.run())
-            await asyncio.wait(
-                [asking, others[0]], timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
-            )
+            disturbing = [
+                asyncio.create_task(each) for each in (self._switch(), self._outage(), self._storm())
+            ]
+            await self._sample(self.began + self._seconds)
             self.ended = time.time()
             self.clients.end()
-            await asyncio.gather(asking, *others[1:])
-            others[0].cancel()
-            await asyncio.wait(others)
-            if server.process.poll() is not None:
-                raise RuntimeError(f"the server has ended:\n{server.log.read_text()[-3000:]}")
+            await asyncio.gather(asking, *disturbing)
             still_open = await server.do("rest", seconds=REST_S)
             last = await self._last()
             await server.do("end")
@@ -218,8 +226,9 @@ class Soak:
         series = tuple(float(reckoning.series(at)) for at in halves)
         return {**growth.medians(self.samples, self.began, self.ended), "series": series}
 
-    async def _sample(self) -> None:
-        while True:
+    async def _sample(self, until: float) -> None:
+        while time.time() < until:
+            self._server.expect()
             self.samples.append(await asyncio.to_thread(growth.sample, self._server.process.pid))
             await asyncio.sleep(min(1.0, self._seconds / 60))
 
@@ -272,7 +281,11 @@ def main() -> int:
     folder = chosen.keep or Path(tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     soak = Soak(folder, chosen.seconds, seed, chosen.leak)
-    reckoning = asyncio.run(soak.run())
+    try:
+        reckoning = asyncio.run(soak.run())
+    except RuntimeError as error:
+        print(f"FAILED: {error}\nWhat was noted lies in {folder}; again with SOAK_SEED={seed}")
+        return 1
     figures = soak.grown(reckoning)
     failures = [*reckoning.failures, *growth.grown(figures)]
     verdict = {
