@@ -101,8 +101,8 @@ def copy(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def gate(place: Path, option: str = "--against") -> subprocess.CompletedProcess[str]:
-    return run(option, place=place, PYTHONPATH=str(place / "src"), PYTHONDONTWRITEBYTECODE="1")
+def gate(place: Path, option: str = "--against", before: str = "") -> subprocess.CompletedProcess[str]:
+    return run(option, place=place, before=before, PYTHONPATH=str(place / "src"), PYTHONDONTWRITEBYTECODE="1")
 
 
 def baseline(place: Path) -> Path:
@@ -140,43 +140,34 @@ def figures_in(place: Path) -> int:
     return sum(map(len, json.loads(baseline(place).read_text())[MINOR]["paths"].values()))
 
 
-TWICE = """
+WASTE = """
 _once = _statistics_call
 def _statistics_call(torch, index):
     call = _once(torch, index)
-    return lambda index: (call(index), call(index))[1]
+    def wasteful(index):
+        {body}
+        return call(index)
+    return wasteful
 """
-DESCRIBED_TWICE = """
-_once = described
-def described(*arguments):
-    _once(*arguments)
-    return _once(*arguments)
-"""
-SLOW_IN_C = """
-_quick = described
-def described(*arguments):
-    sum(range(5000))
-    return _quick(*arguments)
-"""
+TIME_ALONE = (
+    "from benchmarks import gate; gate.TOLERANCE |= {what: 1 for what in gate.TOLERANCE if what != 'ratio'}"
+)
 
 
 @pytest.mark.parametrize(
-    ("file", "code", "worse"),
+    ("body", "before", "worse"),
     [
-        ("allocator/source.py", TWICE, "a call with metrics alone, calls of torch:"),
-        (
-            "requests/shapes.py",
-            DESCRIBED_TWICE,
-            "a recorded call without metrics, instructions of this package:",
-        ),
-        ("requests/shapes.py", SLOW_IN_C, "a recorded call without metrics, ratio:"),
+        ("call(index)", "", "calls of torch"),
+        ("for _ in range(4): pass", "", "instructions of this package"),
+        ("sum(range(3000))", TIME_ALONE, "ratio"),
     ],
-    ids=["a reading is taken twice", "the inputs are described twice", "a C function takes longer"],
+    ids=["a reading is taken twice", "a reading takes some instructions more", "a C function takes longer"],
 )
-def test_the_gate_fails_where(wasteful: Any, file: str, code: str, worse: str) -> None:
-    done = gate(wasteful(file, code))
+def test_the_gate_fails_where(wasteful: Any, body: str, before: str, worse: str) -> None:
+    done = gate(wasteful("allocator/source.py", WASTE.format(body=body)), before=before)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"WORSE  {worse}" in done.stdout
+    assert f"WORSE  a call with metrics alone, {worse}: " in done.stdout
+    assert f"(tries: {3 if worse == 'ratio' else 1})" in done.stdout
 
 
 def test_a_python_without_a_baseline_fails_and_is_told_which_there_are(copy: Path) -> None:
