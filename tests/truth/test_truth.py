@@ -30,6 +30,7 @@ def test_random_states_are_told_as_the_allocator_shows_them(gpu, family):
         memory=states.MEMORY,
         devices=states.DEVICES,
         timeout=280,
+        env={"TRUTH_EXPORTED": "1"},
     )
     wrong = [mismatch for tally in tallies.values() for mismatch in tally["mismatches"]]
     assert not wrong, "\n".join(wrong[:5])
