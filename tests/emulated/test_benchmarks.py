@@ -88,6 +88,46 @@ def test_the_page_has_every_promised_goal_and_marks_what_misses_it() -> None:
         assert found == [f"{goal:g}"] * count, name
 
 
+def attributes_of_both() -> tuple[list[str], list[str]]:
+    """What ours alone has on its span, and what the one by hand alone has."""
+    import torch
+
+    from benchmarks import requests, rivals
+
+    kept = torch.empty(1 << 20, device="cuda")
+    bench = requests.Bench()
+    spans = []
+    for call in (bench.ours(), rivals.call_by_hand(bench, records=True)):
+        call()
+        spans.append(set(bench.processor.last.attributes))
+    del kept
+    ours, by_hand = spans
+    return sorted(ours - by_hand), sorted(by_hand - ours)
+
+
+def test_the_span_by_hand_has_all_that_two_readings_tell(gpu: Any) -> None:
+    ours, by_hand = gpu.run(attributes_of_both, env={"PYTHONPATH": str(ROOT)})
+    assert ours == ["torch.memory.exclusive", "torch.memory.requests.concurrent"]
+    assert by_hand == []
+
+
+@pytest.mark.usefixtures("emulation")
+@pytest.mark.parametrize(("rival", "count"), [("by_hand", 3), ("exporter", 9), ("torchtel", 3)])
+def test_each_rival_runs_beside_ours(rival: str, count: int) -> None:
+    for package in ("prometheus_client", "torchtel"):
+        pytest.importorskip(package, reason="an extra of its own, `bench`")
+    before = (
+        "from benchmarks import rivals\n"
+        f"rivals.SIDES = {{{rival!r}: None}}\n"
+        "rivals.figures_of = lambda *a, of=rivals.figures_of: of('rivals', a[1], '--rounds', '2')"
+    )
+    done = run("--only", "rivals", "--quick", before=before)
+    assert done.returncode == 0, done.stderr
+    table = figures(done.stdout)
+    assert len(table) == count
+    assert all(float(row[2].split()[0]) >= 0 and row[4:6] == ["", ""] for row in table)
+
+
 @pytest.fixture(scope="module")
 def copy(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package and the benchmarks, with a baseline of its own."""
