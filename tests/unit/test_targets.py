@@ -15,6 +15,7 @@ import textwrap
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -664,6 +665,37 @@ def test_a_wrong_target_is_told_once_by_name_and_costs_only_itself(measuring, wr
     assert why in line
     name = target["target"] if isinstance(target, dict) and "target" in target else target
     assert str(name) in line or repr(name) in line
+
+
+def test_what_is_said_of_a_method_says_where_it_was_named(measuring, write):
+    load(write("app_engine", ENGINE))
+    specs = [replace(spec, origin="a variable") for spec in parse_targets("app_engine:Engine.size")]
+    measuring.install(*specs)
+    made = Targets(measuring.requests, specs, disabled=("*",))
+    made.install()
+    made.undo()
+    assert [line.partition(" is not measured")[0] for line in measuring.said] == [
+        "torchmem: target app_engine:Engine.size",
+        "torchmem: target app_engine:Engine.size (from a variable)",
+    ]
+
+
+def test_what_a_modules_getattr_makes_is_told_to_be_named_where_it_is(measuring, write):
+    load(write("app_engine", "def __getattr__(name): raise AttributeError(name)"))
+    measuring.install("app_engine:Engine.run", "app_engine:call")
+    assert [line.partition(": ")[2].partition("if its")[1] for line in measuring.said] == ["if its"] * 2
+
+
+def test_a_function_that_cython_compiled_is_measured(measuring):
+    module = pytest.importorskip("sklearn.utils._openmp_helpers")
+    bare = module._openmp_effective_n_threads
+    made = measuring.install("sklearn.utils._openmp_helpers:_openmp_effective_n_threads")
+    assert module._openmp_effective_n_threads(n_threads=3) == 3
+    assert inspect.signature(module._openmp_effective_n_threads) == inspect.signature(bare)
+    assert measuring.said == []
+    assert len(measuring.spans) == 1
+    made.undo()
+    assert module._openmp_effective_n_threads is bare
 
 
 def test_a_module_that_is_never_imported_is_told_at_the_end(measuring):

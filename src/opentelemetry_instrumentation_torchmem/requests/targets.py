@@ -57,6 +57,8 @@ class _Wanted:
     target: Target
     named: str | None = None
     """As the user wrote it; None for one built in, whose absence is no news."""
+    origin: str = ""
+    """Where the user wrote it."""
 
     @property
     def pattern(self) -> bool:
@@ -92,6 +94,8 @@ class Targets:
         self._running: set[str] = set()
         """The modules of which something is or was late."""
         self._watched: WeakKeyDictionary[type, dict[str, Target]] = WeakKeyDictionary()
+        self._origins: dict[Target, str] = {}
+        """Where the user wrote those of the watched, for the log."""
         self._patched: WeakSet[type] = WeakSet()
         self._functions: list[tuple[ModuleType, str]] = []
         self._ours: WeakSet[Any] = WeakSet()
@@ -143,7 +147,7 @@ class Targets:
             if spec.target not in BUILT_IN_LABELS:
                 owner, _, name = spec.path.rpartition(".")
                 target = self._target(spec, spec.target.replace(":", "."), name.strip("_") or name)
-                yield _Wanted(spec.module, owner, name, target, spec.named)
+                yield _Wanted(spec.module, owner, name, target, spec.named, spec.origin)
 
     def _target(self, spec: TargetSpec, label: str, operation: str) -> Target:
         return Target(
@@ -213,7 +217,9 @@ class Targets:
         if value is None:
             if wanted.module == "__main__":
                 return "a function of the script comes too late to be wrapped: decorate it with @track"
-            return f"{wanted.module} has no {wanted.owner or wanted.name}"
+            maker = "__getattr__" in vars(module) and not rest
+            hint = "; if its __getattr__ makes it, name the module that defines it" if maker else ""
+            return f"{wanted.module} has no {wanted.owner or wanted.name}{hint}"
         if not wanted.owner:
             return self._put(module, wanted.name, wanted.target, value)
         if not isinstance(value, type):
@@ -310,9 +316,9 @@ class Targets:
             if not names:
                 self._follow_subclasses(cls)
             names[wanted.name] = target
-        there = [
-            self._wrap_method(each, wanted.name) for cls, wanted in pairs for each in (cls, *below(cls))
-        ]
+            if wanted.origin:
+                self._origins[target] = f" (from {wanted.origin})"
+        there = [self._wrap_method(each, wanted.name) for cls, wanted in pairs for each in (cls, *below(cls))]
         return any(there)
 
     def _follow_subclasses(self, cls: type) -> None:
@@ -357,7 +363,8 @@ class Targets:
         elif definer is cls or not any(name in self._watched.get(base, ()) for base in definer.__mro__):
             problem = self._put(cls, name, target, vars(definer)[name])
             if problem is not None:
-                self._refuse(f"{_module_of(cls)}:{cls.__qualname__}.{name}", problem)
+                origin = self._origins.get(target, "")
+                self._refuse(f"{_module_of(cls)}:{cls.__qualname__}.{name}{origin}", problem)
         return True
 
     def _put(self, place: type | ModuleType, name: str, target: Target, entry: Any) -> str | None:
@@ -367,7 +374,7 @@ class Targets:
             return None
         if isinstance(function, type):
             return "it is a class: name a method, Class.__call__ for its calls"
-        if not isinstance(function, _FUNCTIONS):
+        if not (isinstance(function, _FUNCTIONS) or type(function).__name__ == _CYTHON):
             return f"a {type(function).__qualname__} cannot be measured, functions and methods can"
         before = vars(place).get(name, _ABSENT)
         try:
@@ -435,6 +442,8 @@ def function_in(entry: Any) -> Any:
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 """Another package's proxy around a function passes for one."""
+_CYTHON = "cython_function_or_method"
+"""A class of each release of Cython's own."""
 
 
 def _definer(cls: type, name: str) -> type | None:
