@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+from opentelemetry.sdk._logs import LoggerProvider, export
 from opentelemetry.sdk.metrics import Counter, MeterProvider, ObservableCounter
 from opentelemetry.sdk.metrics.export import AggregationTemporality, InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
@@ -74,3 +76,39 @@ class Traced:
     @property
     def spans(self) -> list[Any]:
         return list(self.exporter.get_finished_spans())
+
+
+class Logged:
+    """A logger provider whose records lie in memory.
+
+    Where the logs API is old it has no events: they have an API of their own, whose provider is global.
+    """
+
+    def __init__(self) -> None:
+        self.is_old = not hasattr(export, "InMemoryLogRecordExporter")
+        kind = export.InMemoryLogExporter if self.is_old else export.InMemoryLogRecordExporter
+        self.exporter: Any = kind()
+        self.provider = LoggerProvider(shutdown_on_exit=False)
+        self.provider.add_log_record_processor(export.SimpleLogRecordProcessor(self.exporter))
+        if self.is_old:
+            from opentelemetry import _events
+            from opentelemetry.sdk._events import EventLoggerProvider
+
+            _events.set_event_logger_provider(EventLoggerProvider(self.provider))
+
+    @property
+    def records(self) -> list[Any]:
+        records = [each.log_record for each in self.exporter.get_finished_logs()]
+        return [self._of_now(record) for record in records] if self.is_old else records
+
+    def _of_now(self, record: Any) -> Any:
+        attributes = dict(record.attributes)
+        name = attributes.pop("event.name", None)
+        return SimpleNamespace(
+            event_name=name,
+            body=record.body,
+            attributes=attributes,
+            trace_id=record.trace_id,
+            span_id=record.span_id,
+            severity_number=record.severity_number,
+        )

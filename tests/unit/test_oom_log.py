@@ -6,8 +6,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from opentelemetry.sdk._logs import LoggerProvider
-from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+from exported import Logged
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import set_span_in_context
 
@@ -17,13 +16,11 @@ EVENT = "torch.memory.oom.evidence"
 
 
 def test_a_record_carries_the_event_its_attributes_and_the_trace():
-    exporter = InMemoryLogRecordExporter()
-    provider = LoggerProvider(shutdown_on_exit=False)
-    provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
+    logged = Logged()
     span = TracerProvider(shutdown_on_exit=False).get_tracer("test").start_span("a request")
-    emit = oom.OomLog(provider)
+    emit = oom.OomLog(logged.provider)
     emit("said", {"a": 1}, set_span_in_context(span))
-    with_span = exporter.get_finished_logs()[0].log_record
+    (with_span,) = logged.records
     assert (with_span.event_name, with_span.body, dict(with_span.attributes)) == (EVENT, "said", {"a": 1})
     assert with_span.trace_id == span.get_span_context().trace_id
     assert with_span.span_id == span.get_span_context().span_id

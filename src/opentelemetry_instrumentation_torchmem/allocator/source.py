@@ -266,9 +266,13 @@ def attach_oom_observer(torch: Any, observer: Callable[[int, int, int, int], Non
     Only once CUDA is initialised.
 
     Raises:
-        RuntimeError: the backend has no observers.
+        RuntimeError: the backend has no observers, or this torch would not survive one.
         AttributeError: this build of torch has none.
     """
+    # before 2.4, which also brought that name, the first device gets the observer and the others one that
+    # fails: the user would see "RuntimeError: bad_function_call" for an out of memory error there
+    if torch.cuda.device_count() > 1 and not hasattr(torch, "OutOfMemoryError"):
+        raise RuntimeError("before torch 2.4 an observer breaks the errors of every device but the first")
     torch._C._cuda_attach_out_of_memory_observer(observer)
 
 
