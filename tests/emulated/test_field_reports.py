@@ -64,7 +64,7 @@ def fails(size: int, stream=None) -> bool:
 
     try:
         take(size, stream)
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         return True
     return False
 

@@ -64,7 +64,7 @@ def random_lives(seed: int, runs: int, delta: bool) -> dict:
         torch.cuda.reset_accumulated_memory_stats()
 
     def out_of_memory() -> None:
-        with contextlib.suppress(torch.OutOfMemoryError):
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
             torch.empty(10 << 30, dtype=torch.uint8, device="cuda")
 
     steps = [
