@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from together import in_a_copy
 
+from opentelemetry_instrumentation_torchmem.advice import live
+
 pytestmark = pytest.mark.needs_emulation
 
 MIB = 1 << 20
@@ -721,3 +723,25 @@ def test_without_a_gpu_the_command_says_that_it_cannot_measure():
     assert (got.returncode, got.stdout) == (2, "")
     assert got.stderr.startswith("torchmem doctor: error: --measure: ")
     assert got.stderr.count("\n") == 1
+
+
+def set_one_after_another(file: str) -> list:
+    import torch
+
+    from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor, advice
+
+    TorchMemInstrumentor().instrument()
+    for text in ("large_segment_size_mb:40", "expandable_segments:True", "expandable_segments:False"):
+        torch._C._accelerator_setAllocatorSettings(text)
+    kept = torch.empty(996 << 20, dtype=torch.uint8, device="cuda")
+    advice.dump(file)
+    (device,) = advice.examine()
+    return [device.evidence.headroom, device.evidence.settings.large_segment_size, kept.numel()]
+
+
+def test_options_that_torch_tells_no_more_are_in_the_figures(gpu, tmp_path):
+    headroom, segment, _ = gpu.run(set_one_after_another, args=[str(tmp_path / "here")], memory="1GiB")
+    assert (headroom, segment) == (28 << 20, 40 << 20)
+    (evidence,) = live.evidences(pickle.loads((tmp_path / "here").read_bytes()))
+    assert (evidence.headroom, evidence.settings.pages_changed) == (28 << 20, True)
+    assert evidence.settings.large_segment_size == 40 << 20

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from ..allocator.pools import living
 from ..allocator.reading import AllocatorReading, DriverMemory
-from ..allocator.settings import ENVIRONMENT, AllocatorSettings
+from ..allocator.settings import ENVIRONMENT, SEEN, AllocatorSettings, SettingsSeen
 from ..allocator.snapshot import Limits, PoolId, never_released
 from ..allocator.source import NATIVE, UNCACHED, Source, initialised_torch
 from .evidence import Evidence, variables_of
@@ -97,6 +97,7 @@ def told(seconds: float = 0.0) -> dict[str, Any]:
         "backend": source.backend,
         "settings": source.settings().text,
         "variables": variables_of(os.environ),
+        **_set_before(source.settings().text),
         "expandable_blocked": _expandable_blocked(torch),
         "graph_pools": _graph_pools(torch),
         "devices": {
@@ -126,7 +127,7 @@ def evidences(
     variables = about.texts("variables")
     given = whole.get("allocator_settings")
     if isinstance(given, dict):
-        settings = AllocatorSettings.of_snapshot(cast("dict[str, Any]", given), variables)
+        settings = AllocatorSettings.of_snapshot(cast("dict[str, Any]", given), variables, _seen(about))
     else:
         before = next(iter(variables.values()), "")
         settings = AllocatorSettings.parse(about.text("settings") or before, "file", before)
@@ -168,6 +169,23 @@ def evidences(
             )
         )
     return found
+
+
+_BEFORE, _IN_DOUBT, _PAGES_CHANGED = "settings_before", "settings_in_doubt", "pages_changed"
+
+
+def _set_before(text: str) -> dict[str, str | int]:
+    """What was in force before the options that torch tells: it keeps most of that."""
+    before, in_doubt = SEEN.before(text, os.environ)
+    return {_BEFORE: before, _IN_DOUBT: int(in_doubt), _PAGES_CHANGED: int(SEEN.pages_changed)}
+
+
+def _seen(about: _Told) -> SettingsSeen | None:
+    before = about.text(_BEFORE)
+    if before is None:
+        return None
+    last = about.text("settings") or ""
+    return SettingsSeen.of(before, last, bool(about.number(_IN_DOUBT)), bool(about.number(_PAGES_CHANGED)))
 
 
 def _history(entries: object) -> list[Mapping[str, Any]]:

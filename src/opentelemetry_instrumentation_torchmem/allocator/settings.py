@@ -132,6 +132,13 @@ class SettingsSeen:
         self._missed = False
         self.pages_changed = False
 
+    @classmethod
+    def of(cls, before: str, last: str, in_doubt: bool, pages_changed: bool) -> SettingsSeen:
+        """As another process saw them."""
+        seen = cls()
+        seen._before, seen._last, seen._missed, seen.pages_changed = before, last, in_doubt, pages_changed
+        return seen
+
     def note(self, before: str | None, text: str, taken: bool) -> None:
         """One was set; ``before`` is the string that torch told just then, None where it tells none.
 
