@@ -15,7 +15,6 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from threading import get_ident
@@ -236,17 +235,15 @@ def counted(side: Side) -> dict[str, float]:
 def instructions_of(side: Side) -> Counter[str]:
     """The instructions that the interpreter executes on this thread, in this package's code and elsewhere."""
     counts: Counter[Any] = Counter()
-    with counting_monitored(counts) if hasattr(sys, "monitoring") else counting_traced(counts):
-        side()
+    (monitored if hasattr(sys, "monitoring") else traced)(side, counts)
     told: Counter[str] = Counter()
     for code, executed in counts.items():
         told[OURS if f"/{OURS}/" in code.co_filename else "elsewhere"] += executed
     return told
 
 
-@contextmanager
-def counting_traced(counts: Counter[Any]) -> Iterator[None]:
-    """By code object; before Python 3.12."""
+def traced(side: Side, counts: Counter[Any]) -> None:
+    """Count by code object; before Python 3.12."""
 
     def entered(frame: Any, event: str, given: object) -> Callable[..., Any]:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -261,13 +258,12 @@ def counting_traced(counts: Counter[Any]) -> Iterator[None]:
 
     sys.settrace(entered)
     try:
-        yield
+        side()
     finally:
         sys.settrace(None)
 
 
-@contextmanager
-def counting_monitored(counts: Counter[Any]) -> Iterator[None]:
+def monitored(side: Side, counts: Counter[Any]) -> None:
     """The same from Python 3.12 on, where tracing leaves out code that has run before."""
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
     tool, event, thread = monitoring.PROFILER_ID, monitoring.events.INSTRUCTION, get_ident()
@@ -280,7 +276,7 @@ def counting_monitored(counts: Counter[Any]) -> Iterator[None]:
     monitoring.register_callback(tool, event, executed)
     monitoring.set_events(tool, event)
     try:
-        yield
+        side()
     finally:
         monitoring.set_events(tool, 0)
         monitoring.register_callback(tool, event, None)
