@@ -135,6 +135,24 @@ def test_of_a_late_look_only_a_string_that_is_not_the_environments_leaves_a_doub
     assert settings_in_force(torch_that_says("a:1"), {}, SettingsSeen()).in_doubt
 
 
+def test_a_release_that_does_not_tell_what_is_in_force_is_watched_as_well():
+    said: list[str] = []
+    torch = SimpleNamespace(
+        _C=SimpleNamespace(_cuda_cudaCachingAllocator_set_allocator_settings=said.append),
+        cuda=SimpleNamespace(is_initialized=lambda: True),
+    )
+    seen = SettingsSeen()
+    watch = SettingsWatch(seen)
+    watch.install(torch, from_the_start=False)
+    assert settings_in_force(torch, ENVIRONMENT, seen).origin == "PYTORCH_CUDA_ALLOC_CONF"
+    torch._C._cuda_cudaCachingAllocator_set_allocator_settings("expandable_segments:True")
+    settings = settings_in_force(torch, ENVIRONMENT, seen)
+    assert (settings.expandable_segments, settings.origin) == (True, "runtime")
+    assert said == ["expandable_segments:True"]
+    watch.remove()
+    assert torch._C._cuda_cudaCachingAllocator_set_allocator_settings == said.append
+
+
 def watched_torch() -> tuple[SimpleNamespace, SettingsWatch, SettingsSeen]:
     """One that has read ``ENVIRONMENT``, watched from its import on."""
     told = [ENVIRONMENT["PYTORCH_CUDA_ALLOC_CONF"]]

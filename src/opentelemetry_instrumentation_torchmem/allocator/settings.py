@@ -139,6 +139,11 @@ class SettingsSeen:
         seen._before, seen._last, seen._missed, seen.pages_changed = before, last, in_doubt, pages_changed
         return seen
 
+    @property
+    def last(self) -> str | None:
+        """The string that was set last, as far as that was seen; None if none was."""
+        return self._last
+
     def note(self, before: str | None, text: str, taken: bool) -> None:
         """One was set; ``before`` is the string that torch told just then, None where it tells none.
 
@@ -245,7 +250,7 @@ def _told(torch: Any) -> str | None:
 def settings_in_force(
     torch: Any, environ: Mapping[str, str] = os.environ, seen: SettingsSeen = SEEN
 ) -> AllocatorSettings:
-    """The runtime's own word (torch 2.12 or later), else the environment's.
+    """The runtime's own word (torch 2.12 or later), else what was seen to be set, else the environment's.
 
     The runtime tells the string that was set last. What it leaves out is taken from those that were ``seen``
     before, else from the environment; where others were set unseen the settings are in doubt.
@@ -253,6 +258,8 @@ def settings_in_force(
     ``torch`` is the imported module, its CUDA initialised.
     """
     text = _told(torch)
+    if text is None:
+        text = seen.last
     if text is None:
         text, origin = _of_environment(environ)
         return _parsed(text, origin)
