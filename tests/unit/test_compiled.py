@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import gc
@@ -550,3 +551,58 @@ def test_targets_of_the_call_and_of_forward_each_measure_what_is_compiled(instru
     stop()
     by_function(model)(X)
     assert instrumented.names == ["forward Net", "call Net"]
+
+
+# coroutines, which the compiler runs through as if they were plain functions, and streams
+
+
+async def rescaled(x: torch.Tensor) -> torch.Tensor:
+    return x.relu() * 2
+
+
+async def rows(x: torch.Tensor):
+    for row in x:
+        yield row + 1
+
+
+class Async(torch.nn.Module):
+    async def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+def makes_rows(x: torch.Tensor) -> Any:
+    return rows(x + 1)
+
+
+async def all_of(stream: Any) -> list[torch.Tensor]:
+    return [each async for each in stream]
+
+
+COROUTINES: dict[str, Callable[[], Any]] = {
+    "a coroutine": lambda: asyncio.run(torch.compile(rescaled, backend="eager")(X)),
+    "a whole coroutine": lambda: asyncio.run(torch.compile(rescaled, backend="eager", fullgraph=True)(X)),
+    "an async generator": lambda: asyncio.run(all_of(torch.compile(rows, backend="eager")(X))),
+    "one made inside": lambda: asyncio.run(all_of(torch.compile(makes_rows, backend="eager")(X))),
+    "an async forward": lambda: asyncio.run(torch.compile(Async(), backend="eager", fullgraph=True)(X)),
+}
+
+
+@pytest.mark.parametrize("name", COROUTINES)
+@pytest.mark.parametrize("state", ["measured", "decorated, and nobody measures"])
+def test_what_is_compiled_of_coroutines_is_what_is_compiled_of_the_bare(
+    instrumented, state, name, monkeypatch
+):
+    results: list[Any] = []
+    call = lambda: results.append(COROUTINES[name]())  # noqa: E731
+    bare = compiler_did(call)
+    if state == "measured":
+        instrumented.on(f"{__name__}:rescaled", f"{__name__}:rows", f"{__name__}:Async.forward")
+    else:
+        monkeypatch.setitem(globals(), "rescaled", track(rescaled))
+        monkeypatch.setitem(globals(), "rows", track(rows))
+        monkeypatch.setattr(Async, "forward", track(Async.forward))
+    ours = compiler_did(call)
+    assert (ours["stats"], ours["recompilations"]) == (bare["stats"], bare["recompilations"])
+    assert [torch.stack(list(each)).tolist() for each in results] == [
+        torch.stack(list(results[0])).tolist()
+    ] * 2

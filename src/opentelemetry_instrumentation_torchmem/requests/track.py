@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, MethodType, TracebackType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 from weakref import WeakSet, ref
 
+import wrapt
 from opentelemetry.trace import INVALID_SPAN
 from opentelemetry.util.types import AttributeValue
 
@@ -34,6 +36,14 @@ class _Active:
 
     requests: Requests | None = None
     default_span = "new"
+
+
+def _torch_imported(torch: Any) -> None:
+    with suppress(Exception):  # what escapes would fail the user's import
+        wrapping.torch_imported(torch)
+
+
+wrapt.register_post_import_hook(_torch_imported, "torch")  # what is decorated compiles also unmeasured
 
 
 def activate(requests: Requests, default_span: str = "new") -> None:

@@ -253,9 +253,13 @@ def _plain(function: Function, asking: Asking, follows: bool) -> Function:
 
 
 def _coroutine(function: Function, asking: Asking) -> Function:
-    steps, as_coroutine = _steps, _as_coroutine
+    here, steps, as_coroutine, coroutine = _here, _steps, _as_coroutine, CoroutineType
 
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if here.compiling():
+            result = function(*args, **kwargs)
+            # the compiler runs through a coroutine as if it were a plain function
+            return await result if type(result) is coroutine else result
         probe = asking.begin(args, kwargs)
         try:
             inner = function(*args, **kwargs)
@@ -329,9 +333,16 @@ def _async_generator(
     function: Function, asking: Asking, dropped: Callable[[], bool] = _never, shared: bool = False
 ) -> Function:
     unmeasured, steps, as_async_generator, first = _UNMEASURED, _steps, _as_async_generator, _first
-    guard, references, alone, give_back = Guard, sys.getrefcount, _ALONE, _to_the_loop
+    here, nothing, guard = _here, _Nothing(), Guard
+    references, alone, give_back = sys.getrefcount, _ALONE, _to_the_loop
 
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        if here.compiling():
+            async for _ in nothing:  # what the compiler cannot do it must find before anything else
+                yield
+            async for item in function(*args, **kwargs):
+                yield item
+            return
         guarded = guard(asking.begin(args, kwargs) or unmeasured)  # nobody closes it once its loop has closed
         probe = guarded.probe
         closing = False
@@ -438,6 +449,16 @@ def _references_of_a_variable() -> int:
 
 
 _ALONE = _references_of_a_variable()
+
+
+class _Nothing:
+    """An asynchronous iterator without items."""
+
+    def __aiter__(self) -> _Nothing:
+        return self
+
+    async def __anext__(self) -> None:
+        raise StopAsyncIteration
 
 
 class _Unmeasured:
