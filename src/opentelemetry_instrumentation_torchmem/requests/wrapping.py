@@ -257,7 +257,7 @@ def _coroutine(function: Function, asking: Asking) -> Function:
 
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         if here.compiling():
-            result = function(*args, **kwargs)
+            result: Any = function(*args, **kwargs)
             # the compiler runs through a coroutine as if it were a plain function
             return await result if type(result) is coroutine else result
         probe = asking.begin(args, kwargs)
