@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
-from weakref import ref
+from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
 
 from . import track, wrapping
 from .wrapping import Asking, Function, asking_of
@@ -113,6 +113,10 @@ class CompiledCalls:
 # around the region
 
 
+def _modules_of(model: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", vars(model).get("_modules", {}))
+
+
 class _Standing:
     """What one of our functions stands for; on itself, as a table of that would keep models alive."""
 
@@ -186,7 +190,9 @@ def _outside(
 
 def _call_of_compiled(calls: track.ModelCalls, made: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A call of what ``torch.compile(model)`` gave."""
-    model = made._orig_mod  # noqa: SLF001
+    model = _modules_of(made).get("_orig_mod")  # to ask for it takes the time of all the rest
+    if model is None:
+        model = made._orig_mod  # noqa: SLF001
     own = calls.asking(made)
     askings = [*(() if own is None else (own,)), *_askings_of(model, called=True)]
     return _around(askings, functools.partial(calls.pass_on, made), (model, *args), args, kwargs)
@@ -262,16 +268,48 @@ class _OnceOutside:
 def _askings_of(model: object, called: bool) -> list[Asking]:
     """The targets that measure a call of a model, or of its ``forward`` alone, the outermost first."""
     cls = type(model)
+    methods = _methods_of(cls)
     found: list[Asking | None] = []
     if called:
         calls = track.known_calls_of(cls)
         found.append(None if calls is None else calls.asking(model))
-        found.append(_nearest_asking(_method(cls, "__call__")))
-    forward = _method(cls, "forward")
-    own = getattr(model, "__dict__", {}).get("forward")
-    if own is None or _innermost(own) is _innermost(forward):  # its own is a hook's, or compiled
-        found.append(_nearest_asking(forward))
+        found.append(methods.call)
+    if methods.forward is not None:
+        own = getattr(model, "__dict__", {}).get("forward")
+        if own is None or _innermost(own) is _innermost(_method(cls, "forward")):  # a hook's, or compiled
+            found.append(methods.forward)
     return [asking for asking in found if asking is not None]
+
+
+class _Methods:
+    """How the methods of a class ask, as long as they are these."""
+
+    __slots__ = ("_are", "call", "forward")
+
+    def __init__(self, cls: Any) -> None:
+        self._are = _reference(cls.__call__), _reference(getattr(cls, "forward", None))
+        self.call = _nearest_asking(_method(cls, "__call__"))
+        self.forward = _nearest_asking(_method(cls, "forward"))
+
+    def hold(self, cls: Any) -> bool:
+        """Whether they are."""
+        call, forward = self._are
+        return call() is cls.__call__ and forward() is getattr(cls, "forward", None)
+
+
+_methods: WeakKeyDictionary[type, _Methods] = WeakKeyDictionary()
+
+
+def _methods_of(cls: type) -> _Methods:
+    known = _methods.get(cls)
+    if known is None or not known.hold(cls):
+        known = _methods[cls] = _Methods(cls)
+    return known
+
+
+def _reference(function: object) -> Callable[[], object]:
+    """One that keeps nothing alive: a method may refer to its class."""
+    return ref(function) if type(function) is FunctionType else lambda: None
 
 
 def _method(cls: type, name: str) -> Any:

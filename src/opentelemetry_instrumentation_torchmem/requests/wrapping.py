@@ -253,7 +253,7 @@ def _plain(function: Function, asking: Asking, follows: bool) -> Function:
 
 
 def _coroutine(function: Function, asking: Asking) -> Function:
-    here, steps, as_coroutine, coroutine = _here, _steps, _as_coroutine, CoroutineType
+    here, steps, as_coroutine, coroutine = _here, _steps, _as_coroutine, cast("Any", CoroutineType)
 
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         if here.compiling():
