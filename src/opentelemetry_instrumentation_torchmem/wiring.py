@@ -219,11 +219,17 @@ def _tell_unmatched(
     """Say of each pattern that fits nothing: a typo would leave on what was to be off."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = get_close_matches(pattern, names, 1, 0.8)
+            near = get_close_matches(pattern, _globs(names) if "*" in pattern else names, 1, 0.8)
             hint = f"; did you mean {near[0]}?" if near else ""
             telemetry.say_once(
                 f"{option} {pattern}", "torchmem: %s: %r fits none of them%s", option, pattern, hint
             )
+
+
+def _globs(names: Collection[str]) -> set[str]:
+    """Each that stands for the names below one."""
+    parts = [name.split(".") for name in names]
+    return {".".join((*each[:length], "*")) for each in parts for length in range(1, len(each))}
 
 
 def _awake(
