@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from types import ModuleType
 from weakref import WeakSet
 
-import wrapt
 from opentelemetry._logs import LoggerProvider
 from opentelemetry.metrics import MeterProvider, get_meter_provider
 from opentelemetry.trace import ProxyTracerProvider, TracerProvider, get_tracer, get_tracer_provider
@@ -20,15 +19,16 @@ from . import oom, rooms
 from .allocator.captures import CaptureWatch
 from .allocator.dump import DumpDirectory
 from .allocator.growth import Growth
-from .allocator.peaks import PeakWatch
 from .allocator.pools import PoolWatch
 from .allocator.reading import AllocatorReading
+from .allocator.resets import ResetWatch
 from .allocator.sampler import Sampler, Totals
 from .allocator.settings import SettingsWatch
 from .allocator.snapshot import PoolOn
 from .allocator.survey import Survey
 from .allocator.windows import OpenWindows
 from .config import Config
+from .imports import when_imported
 from .metrics import Feed, is_set, registration
 from .package import NAME
 from .requests import track
@@ -72,12 +72,14 @@ class Wiring:
         response_hook: Hook | None = None,
     ) -> None:
         self._undone = False
+        self._acts: dict[str, list[Callable[[ModuleType], None]]] = {}
+        """What is to be done at the imports that are waited for."""
         self._telemetry = telemetry
         _tell_unmatched(telemetry, "excluded_metrics", config.excluded_metrics, _METRIC_NAMES)
         _tell_unmatched(telemetry, "disabled_targets", config.disabled_targets, BUILT_IN_LABELS)
         windows = self._windows = OpenWindows()
         self._pools = PoolWatch()
-        self._peaks = PeakWatch()
+        self._resets = ResetWatch()
         self._captures = CaptureWatch()
         self._settings = SettingsWatch()
         self._growth = Growth()
@@ -137,7 +139,7 @@ class Wiring:
         )
         self._when_imported("torch.cuda.memory", self._pools.install)
         self._when_imported("torch.cuda.graphs", self._captures.install)
-        self._when_imported("torch", self._peaks.install)
+        self._when_imported("torch", self._resets.install)
         unused = "torch" not in sys.modules
         self._when_imported("torch", lambda torch: self._settings.install(torch, from_the_start=unused))
         self._when_imported("torch", torch_imported)
@@ -174,16 +176,19 @@ class Wiring:
         self._registration.forget()
 
     def _when_imported(self, module: str, act: Callable[[ModuleType], None]) -> None:
-        def imported(found: ModuleType) -> None:
-            if self._undone:  # a hook cannot be taken back
-                return
-            try:
-                act(found)
-            except Exception as error:  # what escapes would fail the user's import
-                self._telemetry.skip("error")
-                self._telemetry.say_once(module, "torchmem: %s is not as it is known: %r", module, error)
+        self._acts.setdefault(module, []).append(act)
+        when_imported(module, self._imported)
 
-        wrapt.register_post_import_hook(imported, module)
+    def _imported(self, name: str, module: ModuleType) -> None:
+        for act in () if self._undone else self._acts.pop(name, ()):
+            self._act(act, name, module)
+
+    def _act(self, act: Callable[[ModuleType], None], name: str, module: ModuleType) -> None:
+        try:
+            act(module)
+        except Exception as error:  # what escapes would fail the user's import
+            self._telemetry.skip("error")
+            self._telemetry.say_once(name, "torchmem: %s is not as it is known: %r", name, error)
 
     def _in_flight(self) -> Sequence[tuple[str, float, Sequence[AllocatorReading]]]:
         return self._requests.in_flight()
@@ -202,7 +207,7 @@ class Wiring:
         self._requests.close()
         self._registration.unplug()
         self._pools.remove()
-        self._peaks.remove()
+        self._resets.remove()
         self._captures.remove()
         self._settings.remove()
 

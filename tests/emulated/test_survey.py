@@ -164,7 +164,7 @@ def two_at_once() -> dict:
         look(self, *arguments)
 
     survey.Survey._look = noted
-    collecting.request_readings()  # so it knows the device
+    collecting.request_readings(time.monotonic())  # so it knows the device
     window = windows.open(Window())
     threads = [threading.Thread(target=collecting.collect) for _ in range(3)]
     for thread in threads:

@@ -18,7 +18,8 @@ from opentelemetry_instrumentation_torchmem.allocator.windows import (
     followed,
     total,
 )
-from opentelemetry_instrumentation_torchmem.requests.story import Stay, attributes_of, nothing_new
+from opentelemetry_instrumentation_torchmem.requests.shapes import NO_INPUTS
+from opentelemetry_instrumentation_torchmem.requests.story import Stay, attributes_of, steady
 
 MIB = 1 << 20
 
@@ -248,15 +249,15 @@ def test_a_call_that_leaves_nothing_new_is_told_as_any_other(before, grown, conc
     first, last = readings(before, grown)
     for name in unknown:
         first[2].pop(name), last[2].pop(name)
-    quick = nothing_new(first, last, concurrent, True)
+    quick = steady((first,), (last,), concurrent, True, NO_INPUTS)
     known = change(first, last)
     if quick is not None:
         assert quick == attributes_of(["cuda:0"], [known], concurrent)
         assert known[1] <= 0
         assert known[4] == known[5] == 0
-    if not unknown and grown.keys() <= {"ooms", "syncs"} and before["reserved"]:
+    if not unknown and grown.keys() <= {"split"} and before["reserved"]:
         assert quick is not None
-    records_nothing = nothing_new(first, last, concurrent, False)
+    records_nothing = steady((first,), (last,), concurrent, False, NO_INPUTS)
     assert records_nothing in (None, True)
     if records_nothing:
         assert (known[1] <= 0, known[4], known[5] or 0) == (True, 0, 0)

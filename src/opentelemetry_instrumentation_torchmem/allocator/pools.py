@@ -91,6 +91,10 @@ def _is_plain(pool: Any) -> bool:
     return pool in _plain or getattr(pool, "allocator", pool) is None
 
 
+def _nothing() -> None:
+    return None
+
+
 class PoolWatch:
     """Replaces ``torch.cuda.MemPool.__init__``, and what ``use_mem_pool`` calls, by plain functions that note
     the pools."""
@@ -98,10 +102,16 @@ class PoolWatch:
     def __init__(self) -> None:
         self.suspect = bool(_suspects)
         """True for good: a dead pool's segments still go back through its allocator."""
+        self.when_suspect: Callable[[], object] = _nothing
+        """Called as soon as it is."""
         self._restore: tuple[type, Any] | None = None
         self._made = Owners()
         self._in_force = threading.local()
         self._routes: list[tuple[Any, str, Any, Any]] = []
+
+    def _become_suspect(self) -> None:
+        self.suspect = True
+        self.when_suspect()
 
     def in_force(self, device: int) -> PoolId | None:
         """The pool that ``use_mem_pool`` has the calling thread's requests on a device go to; None: none."""
@@ -131,7 +141,7 @@ class PoolWatch:
             older = list(living(pool_class))
             allocators = getattr(memory, "_CUDAAllocator", None)
             if not all(map(_is_plain, older)) or (allocators and any(living(allocators))):
-                self.suspect = True
+                self._become_suspect()
             self._made.note_older(older)
         self._route(memory, "_cuda_beginAllocateCurrentThreadToPool", self._enters)
         self._route(memory, "_cuda_beginAllocateToPool", self._enters)
@@ -143,7 +153,7 @@ class PoolWatch:
         @functools.wraps(original)
         def noted_init(pool: Any, *args: Any, **kwargs: Any) -> None:
             if kwargs.get("allocator", args[0] if args else None) is not None:
-                self.suspect = True
+                self._become_suspect()
                 _suspects.append(True)
             original(pool, *args, **kwargs)
             self._made.note(pool)

@@ -81,9 +81,10 @@ class Sampler:
         self._external_at: dict[int, float] = {}
         self._request_devices: tuple[list[int], list[int]] = [], []
         """Those with a context and those without, of one look: no thread may see halves of two."""
-        self._only: tuple[int, Source, list[int]] | None = None
-        """The only device with a context, and those without: most processes use one."""
-        self._looked_at = -inf
+        self._only: tuple[int, Callable[[int], dict[str, Any]]] | None = None
+        """The only device there is and the call that reads it, where nothing speaks against it."""
+        pools.when_suspect = self._read_with_care
+        self._look_again = -inf
         self._sole_reader: int | None = None
         self._thread = threading.local()
         """``serves`` on a thread that requests run on, as seen once a second."""
@@ -97,7 +98,7 @@ class Sampler:
         self._reading_alone = threading.RLock()
         self._latest, self._external, self._external_at = {}, {}, {}
         self._request_devices, self._only = ([], []), None
-        self._looked_at, self._sole_reader = -inf, None
+        self._look_again, self._sole_reader = -inf, None
         self._paused, self._collecting = False, set()
         self._totals.clear()
         if self._survey is not None:
@@ -112,24 +113,23 @@ class Sampler:
             self._source = Source(torch)
         return self._source
 
-    def request_readings(self) -> Readings | None:
-        """A reading of each device that may be in use, on a request's thread: elsewhere nothing is held, nor
-        ever was. None where that cannot be said, because nobody may read now."""
-        at = monotonic()
+    def request_readings(self, at: float) -> Readings | None:
+        """A reading, at ``monotonic``'s time now, of each device that may be in use, on a request's thread:
+        elsewhere nothing is held, nor ever was. None where that cannot be said, because nobody may read now.
+        """
         only = self._only
-        if only is None or at - self._looked_at > 1.0 or self._paused or self._pools.suspect:
+        if only is None or at > self._look_again:
             return self._careful_readings(at)
-        index, source, unused = only
-        if unused and any(map(source.has_context, unused)):
-            return self._readings_of_those_used_now(source, at)
-        read = source.raw_statistics
-        if read is None:
-            return (self._request_reading(source, index),)
+        index, read = only
         statistics = read(index)
         if statistics["num_device_alloc"] > statistics["segment"]["all"]["allocated"]:  # `is_mapped`
-            return (self._request_reading(source, index),)
+            return self._careful_readings(at)
         self._latest[index] = reading = index, at, statistics
         return (reading,)
+
+    def _read_with_care(self) -> None:
+        """Have the next request's reading look whether and what it may read."""
+        self._only = None
 
     def _careful_readings(self, at: float) -> Readings | None:
         if self._paused:
@@ -143,18 +143,25 @@ class Sampler:
                     self._readings_of_those_used_now(source, monotonic()) if self._is_sole_reader() else None
                 )
         devices, unused = self._request_devices
-        if at - self._looked_at > 1.0 or not devices or (unused and any(map(source.has_context, unused))):
+        if at > self._look_again or not devices or (unused and any(map(source.has_context, unused))):
             return self._readings_of_those_used_now(source, at)
         return tuple([self._request_reading(source, index) for index in devices])
 
     def _readings_of_those_used_now(self, source: Source, now: float) -> Readings:
         known, _ = self._request_devices
         self._request_devices = devices, unused = source.by_context()
-        self._only = (devices[0], source, unused) if len(devices) == 1 else None
         readings = tuple([self._request_reading(source, index) for index in devices])
-        if now - self._looked_at > 1.0 or len(devices) > len(known):  # what follows is not for each request
+        if len(devices) == 1 and not unused and source.raw_statistics is not None:
+            self._only = devices[0], source.raw_statistics
+            if (
+                self._paused or self._pools.suspect
+            ):  # asked once it is set: of two threads the later one unsets it
+                self._only = None
+        else:
+            self._only = None
+        if now > self._look_again or len(devices) > len(known):  # what follows is not for each request
             self._thread.serves = True
-            self._looked_at = now
+            self._look_again = now + 1.0
             used = source.used_devices()
             for reading in map(AllocatorReading._make, readings):
                 if reading.device in used:
@@ -198,6 +205,7 @@ class Sampler:
         interpreter in hand. A collection under way ends first. Requests read only while their window is open,
         so who enters this must then see that none is."""
         self._paused = True
+        self._read_with_care()
         try:
             began = monotonic()
             while self._collecting - {get_ident()} and monotonic() - began < _LAST_COLLECTION:
@@ -223,6 +231,8 @@ class Sampler:
         if source is None:
             return None
         settings = source.settings()  # first: the readings after it know whether segments are expandable
+        if source.raw_statistics is None:
+            self._read_with_care()
         may_read = self._may_read()
         devices: list[tuple[Device, DeviceState]] = []
         surveyed: Mapping[int, Surveyed] = {}

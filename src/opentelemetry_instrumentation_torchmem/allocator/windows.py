@@ -11,8 +11,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from .peaks import RESETS
 from .reading import RawReading
+from .resets import RESETS
 
 _T = TypeVar("_T")
 _W = TypeVar("_W", bound="Window")
@@ -75,7 +75,7 @@ def change(before: RawReading, after: RawReading) -> Change:
     current_b: int = allocated_b["current"]
     delta: int = allocated["current"] - current_b
     peak_growth: int | None = allocated["peak"] - allocated_b["peak"]
-    if RESETS.since(before[1]) or (peak_growth and (peak_growth < 0 or _peaks_were_reset(b, a))):
+    if RESETS.of_peaks_since(before[1]) or (peak_growth and (peak_growth < 0 or _peaks_were_reset(b, a))):
         peak_growth = None
     try:
         retries = a["num_alloc_retries"] - b["num_alloc_retries"]
@@ -151,6 +151,8 @@ class Window:
 
     def __init__(self) -> None:
         self.open = True
+        self.outer = self.inner = None
+        self.beside = self.most = 0
 
     open: bool
     """Until its request has ended; the context of a task that was started in it may live longer."""
@@ -187,31 +189,31 @@ class OpenWindows:
     """
 
     def __init__(self) -> None:
-        self._open: dict[Window, None] = {}
+        self.opened: dict[Window, None] = {}
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """As if none had ever been opened: in a forked child the parent's end in the parent alone."""
-        for window in self._open:
+        for window in self.opened:
             window.open = False
         self.lock = threading.RLock()
         """Held where windows open and close. Reentrant: a signal handler may make a request in the middle."""
-        self._sequence = 0
-        self._open = {}
+        self.sequence = 0
+        self.opened = {}
         self.count = 0
         """Those open now, the nested ones not counted."""
         # the largest counts still to be seen by a window that is open: sequences rise, counts fall
         self._sequences: list[int] = []
-        self._counts: list[int] = []
+        self.counts: list[int] = []
 
     @property
     def any_open(self) -> bool:
         """Whether any is open, the nested ones too."""
-        return bool(self._open)
+        return bool(self.opened)
 
     def all_open(self) -> tuple[Window, ...]:
         """Those open now, the nested ones too, the earliest first."""
-        return tuple(self._open)
+        return tuple(self.opened)
 
     def while_none_open(self, act: Callable[[], _T]) -> _T | None:
         """What a short act gives, before any window opens; None without it while one is open."""
@@ -221,60 +223,60 @@ class OpenWindows:
     def open(self, window: _W, outer: Window | None = None) -> _W:
         """Open a window now, within another or not; returns it."""
         with self.lock:
-            opened = self._open
-            window.outer = window.inner = None
-            window.beside = window.most = 0
-            if outer is not None and self._nest(window, outer):
-                opened[window] = None
-                return window
-            window.since = self.count = self.count + 1
-            window.sequence = self._sequence = self._sequence + 1
-            if opened:  # else nobody is there whom it overlaps
+            if not self.opened:  # nobody is there whom it overlaps
+                window.since = self.count = 1
+                window.sequence = self.sequence
+            elif outer is None or not self._nest(window, outer):
+                window.since = self.count = self.count + 1
+                window.sequence = self.sequence = self.sequence + 1
                 self._counted_now()
-            opened[window] = None
+            self.opened[window] = None
             return window
 
     def close(self, window: Window) -> int:
         """The most windows that were open at one time during this one, itself (or its outer one) included; 1
         of one that is not open here, as in a forked child the parent's."""
         with self.lock:
-            opened = self._open
+            opened = self.opened
             if window not in opened:
                 return 1
             del opened[window]
-            most = self._most(window) if self._counts or window.most else window.beside + window.since
+            if not opened and not self.counts and window.outer is None:  # it was alone
+                self.count = 0
+                return 1
+            most = self._most(window) if self.counts or window.most else window.beside + window.since
             if window.outer is not None:
                 self._unnest(window, window.outer)
             else:
                 self.count -= 1
                 if window.inner:
                     self._set_free(window, window.inner)
-            if self._counts and not opened:
+            if self.counts and not opened:
                 self._sequences.clear()
-                self._counts.clear()
+                self.counts.clear()
             return most
 
     def _counted_now(self) -> None:
-        while self._counts and self._counts[-1] <= self.count:
-            self._counts.pop()
+        while self.counts and self.counts[-1] <= self.count:
+            self.counts.pop()
             self._sequences.pop()
-        self._counts.append(self.count)
-        self._sequences.append(self._sequence)
+        self.counts.append(self.count)
+        self._sequences.append(self.sequence)
 
     def _most(self, window: Window) -> int:
         at = bisect_left(self._sequences, window.sequence)
-        later = self._counts[at] if at < len(self._counts) else 0
+        later = self.counts[at] if at < len(self.counts) else 0
         return max(window.most, window.beside + max(window.since, later))
 
     # within one that is not nested
 
     def _nest(self, window: Window, outer: Window | None) -> bool:
         """Put a window within the nearest that is open still; False where none is."""
-        while outer is not None and outer not in self._open:
+        while outer is not None and outer not in self.opened:
             outer = outer.outer
         if outer is None:
             return False
-        window.outer, window.sequence, window.since = outer, self._sequence + 1, self.count
+        window.outer, window.sequence, window.since = outer, self.sequence + 1, self.count
         root, depth = window, 0
         while root.outer is not None:
             root, depth = root.outer, depth + 1
@@ -302,21 +304,21 @@ class OpenWindows:
             each.most = self._most(each)
         free = [each for each in inner if each.outer is window]
         self.count += len(free)
-        self._sequence += 1
+        self.sequence += 1
         self._counted_now()
         for root in free:
             root.outer, root.beside, root.inner = None, 0, [each for each in inner if _is_within(each, root)]
             for each in root.inner:
                 each.beside = _beside(each, root.inner)
         for each in inner:
-            each.sequence, each.since = self._sequence, self.count
+            each.sequence, each.since = self.sequence, self.count
 
     def _look_beside(self, inner: list[Window]) -> None:
         for each in inner:
             beside = _beside(each, inner)
             if beside != each.beside:
                 each.most = self._most(each)
-                each.beside, each.sequence, each.since = beside, self._sequence + 1, self.count
+                each.beside, each.sequence, each.since = beside, self.sequence + 1, self.count
 
 
 def _beside(window: Window, inner: list[Window]) -> int:

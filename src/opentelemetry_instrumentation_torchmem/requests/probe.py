@@ -17,7 +17,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import get_ident, main_thread
-from time import perf_counter, time_ns
+from time import monotonic, sleep, time_ns
 from traceback import walk_tb
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -40,8 +40,9 @@ from ..allocator.sampler import Readings as RawReadings
 from ..allocator.sampler import Sampler
 from ..allocator.windows import NOTHING_KNOWN, Change, OpenWindows, Window, total
 from ..telemetry import OwnTelemetry
-from .shapes import described
-from .story import Stay, attributes_of, changes_of, name_of, nothing_new, refused_within
+from .names import SpanName
+from .shapes import NO_INPUTS, Inputs, described, inputs_of
+from .story import Stay, attributes_of, changes_of, name_of, refused_within, steady
 
 Labels = dict[str, str | bool]
 Hook = Callable[..., object]
@@ -60,11 +61,13 @@ _WINDOW = create_key("torchmem-window")
 (_SPAN,) = trace.set_span_in_context(INVALID_SPAN, Context())  # two marks in one copy of a context
 _SUPPRESSED = "suppress_instrumentation"
 _NO_KEYWORDS: Mapping[str, Any] = {}
-_NOTHING: dict[str, Any] = {}
 
 _OTHER = ("other", None)
 _CANCELLED = frozenset({"CancelledError", "Cancelled", "GreenletExit"})
 """By name: asyncio's, trio's and gevent's."""
+
+_LAST_WORDS = 1.0
+"""Seconds that ``close`` waits at most."""
 
 MAX_TARGETS = 200
 """Label sets of targets; in the metrics what comes later counts under the operation ``other``."""
@@ -95,10 +98,6 @@ if not (hasattr(trace, "_TRACER_PROVIDER") and hasattr(metrics_api, "_METER_PROV
 
     def _providers_set() -> tuple[object, object]:
         return trace.get_tracer_provider(), metrics_api.get_meter_provider()
-
-
-SpanName = str | Callable[[Sequence[Any]], str]
-"""The span's name, or what makes it from the positional arguments."""
 
 
 class Requests:
@@ -143,7 +142,7 @@ class Requests:
         self._seen: tuple[object, object] | None = None
         self.response_hook = response_hook
         self.closed = False
-        self._telling: set[int] = set()
+        self.telling: set[int] = set()
         """The threads within ``finish``."""
         self._wake: SimpleQueue[None] = SimpleQueue()
         self.watches_streams = False
@@ -160,7 +159,7 @@ class Requests:
         self.watches_streams = False
         self.abandoned.clear()
         self.unfinished.clear()
-        self._telling = set()
+        self.telling = set()
         for series in self._series.values():
             series.zeroed = False
 
@@ -198,7 +197,7 @@ class Requests:
         return [(counts[series], series.labels) for series in tuple(self._series.values())]
 
     def in_flight(self) -> list[tuple[str, float, Readings]]:
-        """The operation of each request in flight, when it began by ``perf_counter``, and the readings then;
+        """The operation of each request in flight, when it began by ``monotonic``, and the readings then;
         not of those nested in another."""
         return [
             (probe.calls.target.operation, probe.began, _whole(probe.before))
@@ -231,7 +230,7 @@ class Requests:
 
     def drain(self) -> None:
         """Finish what was abandoned, in a finalizer perhaps, where nothing may be recorded or locked."""
-        while self.abandoned and get_ident() not in self._telling:
+        while self.abandoned and get_ident() not in self.telling:
             with self.windows.lock:  # no window opens before theirs are closed
                 if not self.abandoned:
                     return
@@ -254,6 +253,10 @@ class Requests:
         except RuntimeError as error:  # the interpreter ends
             self.telemetry.say_once("streams", "torchmem: streams that are given up end late: %r", error)
 
+    def wake(self) -> None:
+        """Have that thread look whether there is anything to be done: after the end, it may be the last."""
+        self._wake.put(None)
+
     def _watch(self) -> None:
         while not self.closed or self.windows.any_open:
             self._wake.get()
@@ -261,53 +264,39 @@ class Requests:
 
     def close(self) -> None:
         """Measure nothing that begins from now on; the spans of what is in flight end as they would have."""
-        with self.recording:  # what is being recorded now comes before the end, the rest not at all
+        with self.recording:
             self.closed = True
             self.settled = False
+        self._until_told()  # what is being recorded now comes before the end, the rest not at all
         self.drain()
         if self.watches_streams:
             self._wake.put(None)
         elif self.windows.any_open:
             self.watch_streams()  # no call and no collection comes to finish what is given up from now on
 
+    def _until_told(self) -> None:
+        """Wait for the threads that are within ``finish``; not long, for one may export from in there."""
+        began, here = monotonic(), {get_ident()}
+        while self.telling - here and monotonic() - began < _LAST_WORDS:
+            sleep(0.001)
+
     # the end of a call
 
     def finish(self, probe: Probe, error: BaseException | None, result: object, concurrent: int = 0) -> None:
         """The end of a call, once: its span told and ended, its metrics recorded. Raises nothing of ours."""
-        thread = get_ident()
-        if thread in self._telling:  # a signal handler's, within the SDK, whose locks are not reentrant
+        thread, telling = get_ident(), self.telling
+        if thread in telling:  # a signal handler's, within the SDK, whose locks are not reentrant
             self.abandon(probe, error)
             return
         calls, span = probe.calls, probe.span
-        self._telling.add(thread)
+        telling.add(thread)
         try:
             try:
                 if probe.measured:
                     if error is not None and self._out_of_memory is not None and _is_out_of_memory(error):
                         self._tell_out_of_memory(self._out_of_memory, probe)
                     concurrent = concurrent or self.windows.close(probe)
-                    before, after = probe.before, probe.after
-                    if (
-                        error is None
-                        and calls.plain
-                        and before
-                        and after
-                        and len(before) == 1 == len(after)
-                        and (told := nothing_new(before[0], after[0], concurrent, probe.recording))
-                    ):  # the steady state of a server, in line
-                        if probe.recording and span.is_recording():
-                            told.update(probe.described)
-                            span.set_attributes(told)
-                        if self.metered:
-                            context, labels = probe.context, calls.series.by_exclusive[concurrent == 1]
-                            with self.recording:
-                                if not self.closed:
-                                    self.record_duration(probe.ended - probe.began, labels, context)
-                                    self.record_growth(0, labels, context)
-                                    if concurrent == 1:
-                                        self.record_peak(0, labels, context)
-                    else:
-                        self._tell(probe, concurrent, error, result)
+                    self.tell(probe, concurrent, error, result)
             finally:
                 if probe.measured and not concurrent and probe in self.windows.all_open():
                     self.windows.close(probe)  # a signal's exception came between
@@ -316,13 +305,12 @@ class Requests:
         except Exception as fault:  # a span processor of the user's may raise too
             self.fault(calls.target, fault)
         finally:
-            self._telling.discard(thread)
-            probe.before = probe.after = None  # a context that somebody keeps holds its probe
-            probe.context = None
+            telling.discard(thread)
+            probe.before = probe.after = probe.context = None  # a context that somebody keeps holds its probe
             if self.closed:
-                self._wake.put(None)  # it may have been the last one
+                self.wake()
 
-    def _tell(self, probe: Probe, concurrent: int, error: BaseException | None, result: object) -> None:
+    def tell(self, probe: Probe, concurrent: int, error: BaseException | None, result: object) -> None:
         """Tell of a call what there is to be told."""
         calls, span, before, after = probe.calls, probe.span, probe.before, probe.after
         changes, after = changes_of(before, after)
@@ -338,7 +326,7 @@ class Requests:
                 self._enrich(probe, concurrent)
             else:
                 told = attributes_of([name_of(each) for each in after], changes, concurrent)
-                told.update(probe.described)
+                told.update(described(probe.inputs))
                 span.set_attributes(told)
             if refused:
                 span.set_attribute(signals.REJECTIONS.name, refused)
@@ -394,7 +382,7 @@ class Requests:
             earlier = stay.told
             attributes = stay.one_ended(probe.after, concurrent)
             _take_back(span, earlier - attributes.keys())
-            span.set_attributes({**attributes, **probe.described})
+            span.set_attributes({**attributes, **described(probe.inputs)})
 
     def _tell_failure(self, target: Target, span: Span, error: BaseException) -> None:
         description = type(error).__qualname__
@@ -435,8 +423,8 @@ class Calls:
     """The calls of one target, as one ``Requests`` measures them: what is decided before the first one."""
 
     __slots__ = (
-        "_bound", "_labels", "_name", "_nested", "_open_window", "_start_span", "_told",
-        "close_window", "enriches", "new", "plain", "readings", "requests", "series", "target",
+        "_bound", "_labels", "_name", "_names", "_nested", "_start_span", "_told", "enriches", "exclusive",
+        "new", "plain", "readings", "requests", "series", "shared", "target", "windows",
     )  # fmt: skip
 
     def __init__(self, requests: Requests, target: Target, name: SpanName, bound: bool) -> None:
@@ -450,12 +438,13 @@ class Calls:
         self.new = target.span == "new"
         self.enriches = target.span == "enrich"
         self._told = self.new or self.enriches
-        self._name = name
+        self._name, self._names = (name, None) if isinstance(name, str) else (None, name)
         self._nested = target.nested
         self._start_span = requests.tracer.start_span
         self.readings = requests.sampler.request_readings
-        self._open_window = requests.windows.open
-        self.close_window = requests.windows.close
+        self.windows = requests.windows
+        self.exclusive, self.shared = self.series.by_exclusive[True], self.series.by_exclusive[False]
+        """The labels of the metrics."""
         self.plain = not (self.enriches or shared or requests.request_hook or requests.response_hook)
 
     def begin(
@@ -478,56 +467,70 @@ class Calls:
                     outer = outer.still_open()
                     if outer is not None and (not self._nested or outer is _HOOKS):
                         return None
-            span, recording = INVALID_SPAN, False
+            made = False
             if self._told and requests.traced:
                 if self.new:
                     name = self._name
-                    if not isinstance(name, str):
-                        name = name(arguments)
+                    if name is None:
+                        names: Any = self._names
+                        known = names.known.get(type(arguments[0]).__name__) if arguments else None
+                        name = known or names.of(arguments)
                     span = self._start_span(name, context, attributes=self._labels)
+                    made = True
                 else:
                     span = trace.get_current_span(context)
                 recording = span.is_recording()
                 if not recording and not requests.metered:
-                    if not self.new or _SPAN in context:
+                    if not made or _SPAN in context:
                         return None  # what comes under the dropped parent is dropped as well
                     probe = Probe(self, span, False)
                     probe.context = context = Context({**context, _SPAN: span})
                     probe.token = _context.set(context)
                     return probe
-            elif not requests.metered:
+            elif requests.metered:
+                span, recording = INVALID_SPAN, False
+            else:
                 return None
             if requests.abandoned:
                 requests.drain()
             probe = Probe(self, span, recording)
             if recording:
                 try:
-                    probe.described = described(arguments[1:] if self._bound else arguments, keywords)
+                    probe.inputs = inputs_of(arguments[1:] if self._bound else arguments, keywords)
                 except Exception as error:  # the user's own mappings may raise; the call is measured still
                     requests.fault(self.target, error, "the inputs of %s cannot be described: %r")
-            self._open_window(probe, outer)
+            windows = self.windows
+            with windows.lock:
+                if windows.opened:
+                    windows.open(probe, outer)
+                else:  # in line what it does of one that is alone
+                    probe.since = windows.count = 1
+                    probe.sequence = windows.sequence
+                    windows.opened[probe] = None
             probe.measured = True
-            if span is INVALID_SPAN or not self.new:
-                context = Context({**context, _WINDOW: probe})
-            else:
+            if made:
                 context = Context({**context, _WINDOW: probe, _SPAN: span})
+            else:
+                context = Context({**context, _WINDOW: probe})
             probe.context = context
             try:
-                probe.before = self.readings()
+                probe.before = self.readings(monotonic())
             except Exception as error:
                 requests.fault(self.target, error)
-            probe.began = perf_counter()
+            probe.began = monotonic()
             probe.token = _context.set(context)
             if not self.plain:
                 self._greet(probe, arguments, keywords)
             return probe
         except Exception as error:
             if probe is not None:
+                probe.began = probe.began or monotonic()
                 probe.stop()
             requests.fault(self.target, error)
             return None
         except BaseException:  # of a signal handler
             if probe is not None:
+                probe.began = probe.began or monotonic()
                 probe.abandon()
             raise
 
@@ -537,9 +540,9 @@ class Calls:
             requests.enriching(probe)
         hook = requests.request_hook
         if hook is not None and probe.recording:
-            if probe.described:
-                probe.span.set_attributes(probe.described)  # the hook may want to change them
-                probe.described = _NOTHING
+            if probe.inputs:
+                probe.span.set_attributes(described(probe.inputs))  # the hook may want to change them
+                probe.inputs = NO_INPUTS
             keywords = dict(keywords)  # the call keeps its own, whatever the hook does to them
             requests.call_hook(hook, "request_hook", probe.span, self.target.operation, arguments, keywords)
 
@@ -619,9 +622,9 @@ class Probe(Window):
         "began",
         "calls",
         "context",
-        "described",
         "ended",
         "ended_at",
+        "inputs",
         "measured",
         "recording",
         "span",
@@ -634,14 +637,27 @@ class Probe(Window):
         self.recording = recording
         self.open = True
         self.measured = False
-        """Whether it has a window, and readings; else its span is only kept current."""
-        self.before: RawReadings | None = None
-        self.after: RawReadings | None = None
-        self.described: Mapping[str, Any] = _NOTHING
-        self.began = self.ended = 0.0
-        self.ended_at: int | None = None
-        self.context: Any = None
-        self.token: Token[Context] | None = None
+        self.inputs = NO_INPUTS
+        self.outer = self.inner = self.before = self.context = self.token = None
+        self.beside = self.most = 0
+        self.began = 0.0
+
+    # plain slots: each one that is set for nothing is paid for by every request
+    measured: bool
+    """Whether it has a window, and readings; else its span is only kept current."""
+    before: RawReadings | None
+    """Of what is measured; None where nobody could read."""
+    inputs: Inputs
+    began: float
+    """By ``monotonic``; 0 until it has begun."""
+    context: Any
+    token: Token[Context] | None
+    # from its end on, and not before
+    after: RawReadings | None
+    ended: float
+    """By ``monotonic``, of what is measured."""
+    ended_at: int
+    """By ``time_ns``."""
 
     @property
     def series(self) -> _Series:
@@ -670,9 +686,74 @@ class Probe(Window):
             requests.watch_streams()
 
     def stop(self, result: object = None) -> None:
-        """The call has returned."""
-        if self._over():
-            self.calls.requests.finish(self, None, result)
+        """The call has returned. All in line: it is on the path of every request."""
+        token, calls = self.token, self.calls
+        requests = calls.requests
+        try:
+            if token is not None:
+                self.token = None
+                try:  # noqa: SIM105 - costs nothing
+                    _context.reset(token)
+                except ValueError:  # as in `leave`
+                    pass
+            if not self.open:
+                return
+            self.open = False
+            self.ended_at = time_ns()
+            if self.measured:
+                self.ended = ended = monotonic()
+                try:
+                    self.after = calls.readings(ended)
+                except Exception as error:
+                    self.after = None
+                    requests.fault(calls.target, error)
+            elif not self.recording:
+                return
+        except BaseException:  # of a signal handler
+            self._interrupted(token)
+            raise
+        thread, telling = get_ident(), requests.telling
+        if not calls.plain or not self.measured or thread in telling:
+            requests.finish(self, None, result)
+            return
+        # what follows is `finish` for a call that left nothing new, as those of a server do that is warm
+        concurrent, windows = 0, calls.windows
+        telling.add(thread)
+        try:
+            try:
+                with windows.lock:
+                    opened = windows.opened
+                    if windows.counts or len(opened) > 1 or self not in opened:
+                        concurrent = windows.close(self)
+                    else:  # in line what it does of one that was alone
+                        del opened[self]
+                        windows.count = 0
+                        concurrent = 1
+                span, recording = self.span, self.recording
+                told = steady(self.before, self.after, concurrent, recording, self.inputs)
+                if told is None:
+                    requests.tell(self, concurrent, None, result)
+                else:
+                    if recording:
+                        span.set_attributes(told)
+                    if requests.metered and not requests.closed:
+                        labels, context = calls.exclusive if concurrent == 1 else calls.shared, self.context
+                        requests.record_duration(self.ended - self.began, labels, context)
+                        requests.record_growth(0, labels, context)
+                        if concurrent == 1:
+                            requests.record_peak(0, labels, context)
+            finally:
+                if not concurrent:
+                    windows.close(self)
+                if calls.new:
+                    self.span.end(self.ended_at)
+        except Exception as fault:  # a span processor of the user's may raise too
+            requests.fault(calls.target, fault)
+        finally:
+            telling.discard(thread)
+            self.before = self.after = self.context = None  # a context that somebody keeps holds its probe
+            if requests.closed:
+                requests.wake()
 
     def fail(self, error: BaseException) -> None:
         """The call has raised; a ``GeneratorExit`` means that a stream was given up."""
@@ -706,23 +787,28 @@ class Probe(Window):
             if not self.open:
                 return False
             self.open = False
+            self.ended_at = time_ns()
             if not self.measured:
                 return self.recording
-            self.ended = perf_counter()
-            self.ended_at = time_ns()
+            self.ended = ended = monotonic()
             try:
-                self.after = self.calls.readings()
+                self.after = self.calls.readings(ended)
             except Exception as error:
+                self.after = None
                 self.calls.requests.fault(self.calls.target, error)
         except BaseException:  # of a signal handler
-            self.open = False
-            with suppress(ValueError, RuntimeError):  # it was reset
-                if token is not None:
-                    _context.reset(token)
-            if self.measured or self.recording:
-                self.calls.requests.abandon(self)
+            self._interrupted(token)
             raise
         return True
+
+    def _interrupted(self, token: Token[Context] | None) -> None:
+        self.open = False
+        self.after, self.ended, self.ended_at = None, monotonic(), time_ns()
+        with suppress(ValueError, RuntimeError):  # it was reset
+            if token is not None:
+                _context.reset(token)
+        if self.measured or self.recording:
+            self.calls.requests.abandon(self)
 
 
 class Guard:

@@ -15,24 +15,25 @@ _FULL = 2 * MAX_TENSORS
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """Most keywords are of these: one look instead of three."""
-_ENOUGH = 1024
+Inputs = tuple[Any, ...]
+"""Sizes and types of tensors, in turn: two for each tensor, and nothing that holds one."""
+NO_INPUTS: Inputs = ()
 _NOTHING: Mapping[str, Any] = {}
 _tensor: Any = None
 """``torch.Tensor``, once torch is imported."""
 
 
-def described(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The attributes of the first tensors among the arguments, and in the lists, tuples and mappings among
-    them, one level deep: ``1x2048`` and ``int64`` of each; a scalar's shape is ``""``. Bounded in number and
-    length; nothing where there are none. On the path of every request."""
+def inputs_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Inputs:
+    """The sizes and types, in turn, of the first tensors among the arguments, and in the lists, tuples and
+    mappings among them, one level deep. On the path of every request."""
     global _tensor
     tensor = _tensor
     if tensor is None:
         torch = sys.modules.get("torch")
         if torch is None:
-            return _NOTHING
+            return NO_INPUTS
         tensor = _tensor = torch.Tensor
-    found: tuple[Any, ...] = ()
+    found = NO_INPUTS
     for values in (arguments, keywords.values()):
         for value in values:
             kind: Any = type(value)  # pyright: ignore[reportUnknownVariableType] - anything may be an argument
@@ -44,12 +45,10 @@ def described(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Mapping[
                 found += _within(value, kind, tensor)
             if len(found) >= _FULL:
                 break
-    if not found:
-        return _NOTHING
-    return _known.get(found) or _attributes(found)
+    return found
 
 
-def _within(value: Any, kind: Any, tensor: Any) -> tuple[Any, ...]:
+def _within(value: Any, kind: Any, tensor: Any) -> Inputs:
     """The shapes and types of a tensor of a class of its own, or of the tensors in a container."""
     if isinstance(value, tensor):
         return value.shape, value.dtype
@@ -60,8 +59,8 @@ def _within(value: Any, kind: Any, tensor: Any) -> tuple[Any, ...]:
     elif hasattr(kind, "keys") and isinstance(value, Mapping):
         inner = cast("Mapping[str, Any]", value).values()
     else:
-        return ()
-    found: tuple[Any, ...] = ()
+        return NO_INPUTS
+    found = NO_INPUTS
     for item in inner:
         if isinstance(item, tensor):
             found += item.shape, item.dtype
@@ -70,16 +69,13 @@ def _within(value: Any, kind: Any, tensor: Any) -> tuple[Any, ...]:
     return found
 
 
-_known: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-"""Requests repeat their shapes."""
-
-
-def _attributes(found: tuple[Any, ...]) -> Mapping[str, Any]:
-    if len(_known) >= _ENOUGH:
-        _known.clear()
-    told = found[:_FULL]
-    attributes = {
-        SHAPES.name: tuple(["x".join(map(str, size))[:MAX_LENGTH] for size in told[0::2]]),
-        DTYPES.name: tuple([str(dtype).removeprefix("torch.") for dtype in told[1::2]]),
+def described(inputs: Inputs) -> Mapping[str, Any]:
+    """The attributes of inputs: ``1x2048`` and ``int64`` of each; a scalar's shape is ``""``. Bounded in
+    number and length; nothing where there are none."""
+    if not inputs:
+        return _NOTHING
+    inputs = inputs[:_FULL]
+    return {
+        SHAPES.name: tuple(["x".join(map(str, size))[:MAX_LENGTH] for size in inputs[0::2]]),
+        DTYPES.name: tuple([str(dtype).removeprefix("torch.") for dtype in inputs[1::2]]),
     }
-    return _known.setdefault(found, attributes)

@@ -22,7 +22,8 @@ from opentelemetry.trace import INVALID_SPAN
 from opentelemetry.util.types import AttributeValue
 
 from . import wrapping
-from .probe import Calls, Guard, Probe, Requests, SpanName, Target
+from .names import SpanName
+from .probe import Calls, Guard, Probe, Requests, Target
 from .specs import SPANS
 from .targets import function_in
 
@@ -43,7 +44,9 @@ def _torch_imported(torch: Any) -> None:
         wrapping.torch_imported(torch)
 
 
-wrapt.register_post_import_hook(_torch_imported, "torch")  # what is decorated compiles also unmeasured
+wrapt.register_post_import_hook(
+    _torch_imported, "torch"
+)  # what is decorated is compiled also where nobody measures
 
 
 def activate(requests: Requests, default_span: str = "new") -> None:

@@ -10,17 +10,25 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import contextmanager, suppress
 from threading import Lock
-from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, ModuleType
+from types import (
+    AsyncGeneratorType,
+    CoroutineType,
+    FunctionType,
+    GeneratorType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import wrapt
 
 from ..allocator.source import tracing_call
-from .probe import Guard, Probe, Requests, SpanName, Target
+from .names import SpanName, name_of
+from .probe import Guard, Probe, Requests, Target
 
 _Proxy: Any = wrapt.ObjectProxy
 Function = Callable[..., Any]
@@ -109,6 +117,9 @@ def tracing() -> bool:
 
 
 _before_torch = compiling
+dynamo_compiling = compiling
+"""Whether the compiler is, as ``compiling`` but for what ``flags`` say: together they take half its time."""
+flags: Any = SimpleNamespace(_is_compiling_flag=False)
 
 
 def torch_imported(torch: Any) -> None:
@@ -118,9 +129,12 @@ def torch_imported(torch: Any) -> None:
     wrapper leaves nothing in the graph, as long as it is asked first. Once set it stays: the compiled code of
     others depends on it.
     """
+    global dynamo_compiling, flags
     is_compiling = getattr(torch.compiler, "is_compiling", None)
     if is_compiling is not None:
         _pass_through_when(is_compiling, tracing_call(torch))
+        if hasattr(torch.compiler, "is_dynamo_compiling") and hasattr(torch.compiler, "_is_compiling_flag"):
+            dynamo_compiling, flags = torch.compiler.is_dynamo_compiling, torch.compiler
     else:  # before 2.3 it is in the compiler itself, which most processes never import
         wrapt.register_post_import_hook(
             lambda dynamo: _pass_through_when(dynamo.is_compiling, torch.jit.is_tracing), "torch._dynamo"
@@ -128,9 +142,10 @@ def torch_imported(torch: Any) -> None:
 
 
 def _pass_through_when(is_compiling: Callable[[], bool], is_tracing: Callable[[], bool]) -> None:
-    global compiling, tracing
+    global compiling, tracing, dynamo_compiling
     if compiling is _before_torch:
         compiling, tracing = is_compiling, is_tracing
+        dynamo_compiling = is_compiling
 
 
 _here = sys.modules[__name__]
@@ -190,7 +205,7 @@ def _wrap(
 ) -> tuple[Function, Asking]:
     """``call`` is called, ``function`` is what it looks like; ``bound`` if its first argument is what it is
     called on."""
-    calls = requests.calls(target, name or _default_name(function, target.operation), bound=bound)
+    calls = requests.calls(target, name or name_of(function, target.operation), bound=bound)
     asking = Asking(calls.begin, target.nested)
     call = call or function
     steps = STEPS.get(getattr(function, "__name__", ""))
@@ -234,7 +249,7 @@ def _plain(function: Function, asking: Asking, follows: bool) -> Function:
     here, returned, streams = _here, _returned, _STREAMS
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if here.compiling() or here.tracing():
+        if here.dynamo_compiling() or here.flags._is_compiling_flag or here.tracing():  # noqa: SLF001
             return function(*args, **kwargs)
         probe = asking.begin(args, kwargs)
         if probe is None:
@@ -828,43 +843,3 @@ def _bound_by(entry: Any) -> Function:
         return entry.__get__(args[0], type(args[0]))(*args[1:], **kwargs)
 
     return _of_its_own(call, entry, globals())
-
-
-# names of spans
-
-
-def _default_name(function: Function, operation: str) -> SpanName:
-    qualified: str = getattr(function, "__qualname__", operation)
-    owner, _, attribute = qualified.rpartition(".")
-    if owner and not owner.endswith("<locals>"):
-        return _ClassName(operation, owner.rpartition(".")[2], attribute).of
-    return operation if attribute == operation else f"{operation} {attribute}"
-
-
-class _ClassName:
-    """The operation and the class that a method is called on."""
-
-    __slots__ = ("_attribute", "_names", "_operation", "_owner")
-    _ENOUGH = 1000
-    """Classes by name; in a process that keeps making classes they begin anew."""
-
-    def __init__(self, operation: str, owner: str, attribute: str) -> None:
-        self._operation = operation
-        self._owner = owner
-        self._attribute = attribute
-        self._names: dict[str, str] = {}
-
-    def of(self, arguments: Sequence[Any]) -> str:
-        """The name of a call with these arguments."""
-        if not arguments:
-            return f"{self._operation} {self._owner}"
-        first: object = arguments[0]
-        kind = first if isinstance(first, type) else type(first)
-        known = self._names.get(kind.__name__)
-        if known is not None:
-            return known
-        if len(self._names) >= self._ENOUGH:
-            self._names.clear()
-        # a static method's first argument is anything
-        owner = kind.__name__ if hasattr(kind, self._attribute) else self._owner
-        return self._names.setdefault(kind.__name__, f"{self._operation} {owner}")
