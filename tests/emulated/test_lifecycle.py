@@ -9,9 +9,10 @@ import os
 import threading
 from itertools import pairwise
 
+import wrapt
 from exported import Exported
 
-from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor
+from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor, wiring
 
 MIB = 1 << 20
 
@@ -39,7 +40,7 @@ def fifty_times() -> dict:
     counts, silences, wrapped = [], [], 0
     instrumentor.instrument(meter_provider=a.provider)
     instrumentor.uninstrument()
-    threads, files = threading.active_count(), descriptors()
+    threads, files, hooked = threading.active_count(), descriptors(), hooks()
     for cycle in range(50):
         current, other = (a, b) if cycle % 3 != 1 else (b, a)
         instrumentor.instrument(meter_provider=current.provider)
@@ -57,8 +58,15 @@ def fifty_times() -> dict:
         "restored": memory.MemPool.__dict__["__init__"] is untouched,
         "threads": threading.active_count() - threads,
         "files": descriptors() - files,
+        "hooks": hooks() - hooked,
+        "alive": len(wiring._live),
         "kept": kept.numel(),
     }
+
+
+def hooks() -> int:
+    """On imports that have not come."""
+    return sum(map(len, filter(None, wrapt.importer._post_import_hooks.values())))
 
 
 def test_fifty_cycles_with_two_providers_leave_one_series_each_and_nothing_else(gpu):
@@ -68,7 +76,8 @@ def test_fifty_cycles_with_two_providers_leave_one_series_each_and_nothing_else(
     assert got["all the same"]
     assert got["silences"] == []
     assert (got["wrapped"], got["restored"]) == (50, True)
-    assert (got["threads"], got["files"]) == (0, 0)
+    assert (got["threads"], got["files"], got["hooks"]) == (0, 0, 0)
+    assert got["alive"] == 0
 
 
 def global_set_afterwards() -> list:

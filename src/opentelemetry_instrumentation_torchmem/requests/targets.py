@@ -37,10 +37,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakMethod, WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
-import wrapt
-
+from ..imports import when_imported
 from .probe import Requests, Target
 from .specs import BUILT_IN, BUILT_IN_LABELS, TargetSpec
 from .wrapping import wrap_attribute
@@ -161,15 +160,7 @@ class Targets:
         if module is not None and (name == "__main__" or _is_being_imported(module)):
             self._take(name, module, runs=True)
             return
-
-        take = WeakMethod(self._imported)  # a hook cannot be taken back, and need not keep us
-
-        def imported(module: ModuleType) -> None:
-            act = take()
-            if act is not None:
-                act(name, module)
-
-        wrapt.register_post_import_hook(imported, name)
+        when_imported(name, self._imported)
 
     def _imported(self, name: str, module: ModuleType) -> None:
         if not self._undone:
