@@ -6,7 +6,7 @@ PY := .venv/bin/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full test e2e faults soak proof lint bench bench-check bench-baseline truth docs constraints clean
+.PHONY: help demo demo-full test e2e faults releases soak proof lint bench bench-check bench-baseline truth docs constraints clean
 
 help: ## print the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -39,6 +39,9 @@ soak: $(READY) ## the example server through ten minutes of all that at once (SO
 
 proof: $(READY) ## takes each protection out of a copy, and wants its fault's test to fail (WORDS=fork)
 	$(PY) tests/faults/prove.py $(WORDS)
+
+releases: $(READY) ## the oldest and newest of Python, OpenTelemetry, wrapt and torch (LEGS="oldest cuda12")
+	$(PY) -m tests.releases $(LEGS) --pytest="$(PYTEST)"
 
 lint: $(READY) ## ruff, pyright in strict mode, generated files fresh
 	$(PY) -m ruff check .

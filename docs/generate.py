@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/METRICS.md and docs/registry/ from the table in signals.py, and the README's table of options.
+"""Writes docs/METRICS.md and docs/registry/ from the table in signals.py, the README's table of options, and
+docs/RELEASES.md from what each release was seen to tell (docs/releases.json, which `make releases` compares).
 
 python docs/generate.py          write them
 python docs/generate.py --check  exit 1, naming the files, where one is stale
@@ -7,6 +8,7 @@ python docs/generate.py --check  exit 1, naming the files, where one is stale
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from dataclasses import fields
@@ -28,6 +30,10 @@ from opentelemetry_instrumentation_torchmem.signals import (
     RequestMetric,
     Span,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.releases.absences import release_of, why
 
 DOCS = Path(__file__).parent
 README = DOCS.parent / "README.md"
@@ -97,6 +103,85 @@ def metrics_page() -> str:
             lines += [f"| `{value}` | {meaning} |" for value, meaning in attribute.members.items()]
             lines.append("")
     return "\n".join(lines)
+
+
+MODES = {
+    "native": "The native allocator, one device",
+    "expandable": "`expandable_segments:True`",
+    "two devices": "The native allocator, two devices",
+    "cudaMallocAsync": "`backend:cudaMallocAsync`",
+    "no GPU": "No GPU",
+}
+"""As docs/releases.json names them, and as the page does."""
+
+
+def releases_page() -> str:
+    """What each release of torch gives in each mode, from what was seen.
+
+    Raises:
+        SystemExit: a signal is absent and nobody says why, or is there although somebody says that it is not.
+    """
+    legs: dict[str, dict[str, Any]] = json.loads((DOCS / "releases.json").read_text())
+    versions = {leg: told["torch"].split("+")[0] for leg, told in legs.items()}
+    signals = sorted({signal for told in legs.values() for mode in MODES for signal in told[mode]})
+    lines = [
+        "<!-- Written by `make docs` from docs/releases.json: do not edit. -->",
+        "# Releases",
+        "",
+        "What each release of torch gives, seen by running one workload with it: memory grows, is",
+        "fragmented, pinned and held by a CUDA graph, retries, runs out, and requests overlap.",
+        "`make releases` runs it anew, with the tests that hold there, and fails where a signal comes or",
+        "goes. The allocator is torch's real one on an [emulated CUDA runtime](../tests/emulator/README.md).",
+        "The guard's signals depend on no release.",
+        "",
+        "| torch | Python | OpenTelemetry | wrapt |",
+        "|---|---|---|---|",
+        *(
+            f"| {versions[leg]} | {told['python']} | {told['opentelemetry']} | {told['wrapt']} |"
+            for leg, told in legs.items()
+        ),
+        "",
+        f"Of {len(signals)} signals these are not everywhere; **no** has a number where the reason stands.",
+    ]
+    reasons: dict[str, int] = {}
+    wrong: list[str] = []
+    for mode, title in MODES.items():
+        rows: list[str] = []
+        everywhere = 0
+        for signal in signals:
+            cells: list[str] = []
+            for told in legs.values():
+                reason = why(signal, release_of(told["torch"]), mode)
+                if (signal in told[mode]) == (reason is not None):
+                    wrong.append(
+                        f"{signal}, torch {told['torch']}, {mode}: {reason or 'absent for no known reason'}"
+                    )
+                if reason is None:
+                    cells.append("yes")
+                else:
+                    cells.append(f"no ({reasons.setdefault(reason, len(reasons) + 1)})")
+            if set(cells) == {"yes"}:
+                everywhere += 1
+            else:
+                rows.append(f"| {_signal(signal)} | {' | '.join(cells)} |")
+        lines += ["", f"## {title}", "", f"{everywhere} signals with every release; the others:", ""]
+        lines += [f"| signal | {' | '.join(f'torch {each}' for each in versions.values())} |"]
+        lines += ["|---|" + "---|" * len(legs), *rows]
+    lines += [
+        "",
+        "## Why",
+        "",
+        *(f"{number}. {reason[0].upper()}{reason[1:]}." for reason, number in reasons.items()),
+    ]
+    if wrong:
+        sys.exit("docs/releases.json and tests/releases/absences.py do not agree:\n  " + "\n  ".join(wrong))
+    return "\n".join(lines) + "\n"
+
+
+def _signal(name: str) -> str:
+    """``metric torch.memory.usage by torch.memory.state free`` -> with what is code set as such."""
+    kind, _, rest = name.partition(" ")
+    return f"{kind} " + " ".join(word if word == "by" else f"`{word}`" for word in rest.split())
 
 
 def readme() -> str:
@@ -217,6 +302,7 @@ def _level(attribute: Attribute) -> str | dict[str, str]:
 def files() -> Iterable[tuple[Path, str]]:
     yield README, readme()
     yield DOCS / "METRICS.md", metrics_page()
+    yield DOCS / "RELEASES.md", releases_page()
     for name, content in registry().items():
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
         yield DOCS / "registry" / name, f"# {GENERATED}\n{text}"

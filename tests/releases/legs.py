@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The legs: with which releases of everything the tests are run, one row each. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PACKAGE = (
+    "tests/unit/test_reading.py", "tests/unit/test_settings.py", "tests/unit/test_source.py",
+    "tests/unit/test_snapshot.py", "tests/unit/test_config.py", "tests/unit/test_instrument_arguments.py",
+    "tests/unit/test_windows.py", "tests/unit/test_wrapping.py", "tests/unit/test_streams.py",
+    "tests/unit/test_track.py", "tests/unit/test_targets.py", "tests/unit/test_oom_verdict.py",
+    "tests/unit/test_oom_dump.py", "tests/unit/test_oom_log.py",
+)  # fmt: skip
+"""What needs no GPU."""
+ALLOCATOR = (
+    "tests/emulated/test_metrics.py", "tests/emulated/test_requests.py", "tests/emulated/test_resets.py",
+    "tests/emulated/test_lifecycle.py", "tests/emulated/test_oom.py",
+)  # fmt: skip
+"""What runs on torch's real allocator."""
+NEWEST = "newest"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """An environment of its own, what is installed there, and what is run in it."""
+
+    name: str
+    python: str
+    """The release meant. Where it is not installed another one that torch was built for takes its place."""
+    pythons: tuple[str, ...]
+    """Those that this torch was built for."""
+    torch: str
+    """Installed without what it depends on: CUDA's large libraries are never used on the emulated GPU."""
+    pins: tuple[str, ...]
+    """Beside it; what is not named here is pinned by constraints.txt."""
+    tests: tuple[str, ...]
+    without: tuple[str, ...] = ()
+    """Tests of things that these releases have not."""
+
+    @property
+    def about(self) -> str:
+        """What is special about it, in words."""
+        shown = ("opentelemetry-sdk", "wrapt")
+        return ", ".join([self.torch, *(pin for pin in self.pins if pin.split("=")[0] in shown)])
+
+
+TORCHS_OWN = ("filelock", "fsspec", "jinja2", "networkx", "setuptools<82", "sympy", "typing-extensions")
+"""What torch imports."""
+TESTING = ("hypothesis", "psutil", "pytest", "pytest-rerunfailures", "pytest-timeout")
+NEWEST_OPENTELEMETRY = (
+    "opentelemetry-api", "opentelemetry-sdk", "opentelemetry-distro", "opentelemetry-exporter-otlp",
+    "opentelemetry-instrumentation",
+)  # fmt: skip
+
+LEGS = (
+    Leg(
+        "oldest", "3.10", ("3.10", "3.11", "3.12"), "torch==2.2.2",
+        ("numpy==1.26.4", "nvidia-cuda-runtime-cu12==12.1.105", "nvidia-cuda-nvcc-cu12==12.1.105",
+         "opentelemetry-api==1.30.0", "opentelemetry-sdk==1.30.0", "opentelemetry-exporter-otlp==1.30.0",
+         "opentelemetry-proto==1.30.0", "opentelemetry-exporter-otlp-proto-common==1.30.0",
+         "opentelemetry-exporter-otlp-proto-grpc==1.30.0", "opentelemetry-exporter-otlp-proto-http==1.30.0",
+         "opentelemetry-distro==0.51b0", "opentelemetry-instrumentation==0.51b0",
+         "opentelemetry-semantic-conventions==0.51b0",
+         "googleapis-common-protos==1.70.0", "protobuf==5.29.5", "importlib-metadata==8.5.0",
+         "wrapt==1.16.0"),
+        (*PACKAGE, *ALLOCATOR),
+    ),
+    Leg(
+        "cuda12", "3.11", ("3.10", "3.11", "3.12", "3.13"), "torch==2.5.1",
+        ("numpy==2.2.6", "nvidia-cuda-runtime-cu12==12.4.127", "nvidia-cuda-nvcc-cu12==12.4.131",
+         *NEWEST_OPENTELEMETRY, "wrapt==1.17.3"),
+        (*PACKAGE, *ALLOCATOR),
+    ),
+    Leg(
+        "cuda12-late", "3.13", ("3.10", "3.11", "3.12", "3.13", "3.14"), "torch==2.9.1",
+        ("numpy", "nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cuda-nvcc-cu12==12.8.93",
+         *NEWEST_OPENTELEMETRY, "wrapt==2.5.2"),
+        (*PACKAGE, *ALLOCATOR),
+    ),
+    # that of `make test`, which runs all the tests in it: here it tells its signals
+    Leg(NEWEST, "3.11", ("3.11", "3.12", "3.13", "3.14"), "torch==2.15.0", (), ()),
+)  # fmt: skip
