@@ -153,8 +153,8 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "allocator/pools.py",
-                        "                self.suspect = True\n            original(",
-                        "                pass\n            original(",
+                        "                self._become_suspect()\n                _suspects.append(True)\n",
+                        "                pass\n",
                         "a pool with an allocator of its own is noted when it is made",
                     )
                 ],
@@ -455,8 +455,8 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                     ),
                     Removal(
                         "requests/probe.py",
-                        "                                if not self.closed:\n                                    self.record_duration(",
-                        "                                if True:\n                                    self.record_duration(",
+                        "if requests.metered and not requests.closed:",
+                        "if requests.metered:",
                         "nor where a call left nothing new",
                     ),
                 ],
@@ -572,8 +572,8 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "requests/probe.py",
-                        "from time import perf_counter, time_ns\n",
-                        "from time import time as perf_counter, time_ns\n",
+                        "from time import monotonic, sleep, time_ns\n",
+                        "from time import sleep, time as monotonic, time_ns\n",
                         "durations are of a monotonic clock",
                     )
                 ],
@@ -601,10 +601,16 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "requests/probe.py",
-                        "        if thread in self._telling:  # a signal",
+                        "        if thread in telling:  # a signal",
                         "        if False:  # a signal",
                         "who interrupts the SDK on the same thread waits for it to end",
-                    )
+                    ),
+                    Removal(
+                        "requests/probe.py",
+                        "not self.measured or thread in telling:",
+                        "not self.measured:",
+                        "likewise where a call left nothing new",
+                    ),
                 ],
             ),
             Fault(
@@ -714,7 +720,7 @@ the emulated GPU, its guard on, everything exported over OTLP, while the live se
 again, the collector refuses, hangs, talks nonsense, is gone and comes back, clients leave in the middle of streams,
 coroutines are cancelled and far too much memory is asked for, each at random times. In the end
 
-- **nothing has grown**: resident memory, threads, descriptors and series, the second quarter against the last, within
+- **nothing has grown**: resident memory, threads, descriptors, series and objects, second quarter against last, within
   bounds that a leak of each kind is shown to break;
 - **no request is lost**: each has its answer, or the error for want of memory that its call has met;
 - **all accounts agree, call by call**: the clients', the server's own, torch's and the telemetry's. A call that began

@@ -76,15 +76,16 @@ class Sampler:
         self._source: Source | None = None
         self._totals: dict[int, Totals] = {} if totals is None else totals
         self.recorder = Recorder()
-        self._latest: dict[int, RawReading] = {}
+        self.last: dict[int, RawReading] = {}
+        """The latest reading of each device, whoever took it."""
         self._external: dict[int, tuple[int | None, int]] = {}
         self._external_at: dict[int, float] = {}
         self._request_devices: tuple[list[int], list[int]] = [], []
         """Those with a context and those without, of one look: no thread may see halves of two."""
-        self._only: tuple[int, Callable[[int], dict[str, Any]]] | None = None
+        self.only: tuple[int, Callable[[int], dict[str, Any]]] | None = None
         """The only device there is and the call that reads it, where nothing speaks against it."""
         pools.when_suspect = self._read_with_care
-        self._look_again = -inf
+        self.look_again = -inf
         self._sole_reader: int | None = None
         self._thread = threading.local()
         """``serves`` on a thread that requests run on, as seen once a second."""
@@ -96,9 +97,9 @@ class Sampler:
     def begin_anew(self) -> None:
         """In a forked child: the parent's locks may be held, and its readings are not this process's."""
         self._reading_alone = threading.RLock()
-        self._latest, self._external, self._external_at = {}, {}, {}
-        self._request_devices, self._only = ([], []), None
-        self._look_again, self._sole_reader = -inf, None
+        self.last, self._external, self._external_at = {}, {}, {}
+        self._request_devices, self.only = ([], []), None
+        self.look_again, self._sole_reader = -inf, None
         self._paused, self._collecting = False, set()
         self._totals.clear()
         if self._survey is not None:
@@ -116,22 +117,10 @@ class Sampler:
     def request_readings(self, at: float) -> Readings | None:
         """A reading, at ``monotonic``'s time now, of each device that may be in use, on a request's thread:
         elsewhere nothing is held, nor ever was. None where that cannot be said, because nobody may read now.
+
+        Where there is an ``only``, and it is not yet time to ``look_again``, a probe does for itself what
+        this would come to: two calls less on the path of every request.
         """
-        only = self._only
-        if only is None or at > self._look_again:
-            return self._careful_readings(at)
-        index, read = only
-        statistics = read(index)
-        if statistics["num_device_alloc"] > statistics["segment"]["all"]["allocated"]:  # `is_mapped`
-            return self._careful_readings(at)
-        self._latest[index] = reading = index, at, statistics
-        return (reading,)
-
-    def _read_with_care(self) -> None:
-        """Have the next request's reading look whether and what it may read."""
-        self._only = None
-
-    def _careful_readings(self, at: float) -> Readings | None:
         if self._paused:
             return None
         source = self.source()
@@ -143,25 +132,29 @@ class Sampler:
                     self._readings_of_those_used_now(source, monotonic()) if self._is_sole_reader() else None
                 )
         devices, unused = self._request_devices
-        if at > self._look_again or not devices or (unused and any(map(source.has_context, unused))):
+        if at > self.look_again or not devices or (unused and any(map(source.has_context, unused))):
             return self._readings_of_those_used_now(source, at)
         return tuple([self._request_reading(source, index) for index in devices])
+
+    def _read_with_care(self) -> None:
+        """Have the next request's reading look whether and what it may read."""
+        self.only = None
 
     def _readings_of_those_used_now(self, source: Source, now: float) -> Readings:
         known, _ = self._request_devices
         self._request_devices = devices, unused = source.by_context()
         readings = tuple([self._request_reading(source, index) for index in devices])
         if len(devices) == 1 and not unused and source.raw_statistics is not None:
-            self._only = devices[0], source.raw_statistics
+            self.only = devices[0], source.raw_statistics
             if (
                 self._paused or self._pools.suspect
             ):  # asked once it is set: of two threads the later one unsets it
-                self._only = None
+                self.only = None
         else:
-            self._only = None
-        if now > self._look_again or len(devices) > len(known):  # what follows is not for each request
+            self.only = None
+        if now > self.look_again or len(devices) > len(known):  # what follows is not for each request
             self._thread.serves = True
-            self._look_again = now + 1.0
+            self.look_again = now + 1.0
             used = source.used_devices()
             for reading in map(AllocatorReading._make, readings):
                 if reading.device in used:
@@ -169,7 +162,7 @@ class Sampler:
         return readings
 
     def _request_reading(self, source: Source, index: int) -> RawReading:
-        self._latest[index] = reading = index, monotonic(), source.statistics(index)
+        self.last[index] = reading = index, monotonic(), source.statistics(index)
         return reading
 
     def _external_at_times(self, source: Source, reading: AllocatorReading) -> int | None:
@@ -181,7 +174,7 @@ class Sampler:
 
     def latest(self, device: int) -> AllocatorReading | None:
         """The latest reading of a device, whoever took it."""
-        latest = self._latest.get(device)
+        latest = self.last.get(device)
         return None if latest is None else AllocatorReading._make(latest)
 
     def take_over(
@@ -298,7 +291,7 @@ class Sampler:
         reading = self._read(source, index)
         if reading is None:  # a request has begun meanwhile: what it read serves
             return self._state(source, index, may_read, surveyed)
-        self._latest[index] = reading
+        self.last[index] = reading
         self._telemetry.spent("stats", perf_counter() - began)
         used_elsewhere, limit = self._driver(source, index, reading)
         self.recorder.note(reading, used_elsewhere)

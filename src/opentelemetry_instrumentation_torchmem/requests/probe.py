@@ -424,7 +424,7 @@ class Calls:
 
     __slots__ = (
         "_bound", "_labels", "_name", "_names", "_nested", "_start_span", "_told", "enriches", "exclusive",
-        "new", "plain", "readings", "requests", "series", "shared", "target", "windows",
+        "new", "plain", "requests", "sampler", "series", "shared", "target", "windows",
     )  # fmt: skip
 
     def __init__(self, requests: Requests, target: Target, name: SpanName, bound: bool) -> None:
@@ -441,7 +441,7 @@ class Calls:
         self._name, self._names = (name, None) if isinstance(name, str) else (None, name)
         self._nested = target.nested
         self._start_span = requests.tracer.start_span
-        self.readings = requests.sampler.request_readings
+        self.sampler = requests.sampler
         self.windows = requests.windows
         self.exclusive, self.shared = self.series.by_exclusive[True], self.series.by_exclusive[False]
         """The labels of the metrics."""
@@ -514,7 +514,20 @@ class Calls:
                 context = Context({**context, _WINDOW: probe})
             probe.context = context
             try:
-                probe.before = self.readings(monotonic())
+                at, sampler = monotonic(), self.sampler
+                only = sampler.only
+                if only is None or at > sampler.look_again:
+                    probe.before = sampler.request_readings(at)
+                else:
+                    index, read = only
+                    statistics = read(index)
+                    if (
+                        statistics["num_device_alloc"] > statistics["segment"]["all"]["allocated"]
+                    ):  # `is_mapped`
+                        probe.before = sampler.request_readings(at)
+                    else:
+                        sampler.last[index] = reading = index, at, statistics
+                        probe.before = (reading,)
             except Exception as error:
                 requests.fault(self.target, error)
             probe.began = monotonic()
@@ -702,8 +715,19 @@ class Probe(Window):
             self.ended_at = time_ns()
             if self.measured:
                 self.ended = ended = monotonic()
-                try:
-                    self.after = calls.readings(ended)
+                try:  # as at its begin
+                    sampler = calls.sampler
+                    only = sampler.only
+                    if only is None or ended > sampler.look_again:
+                        self.after = sampler.request_readings(ended)
+                    else:
+                        index, read = only
+                        statistics = read(index)
+                        if statistics["num_device_alloc"] > statistics["segment"]["all"]["allocated"]:
+                            self.after = sampler.request_readings(ended)
+                        else:
+                            sampler.last[index] = reading = index, ended, statistics
+                            self.after = (reading,)
                 except Exception as error:
                     self.after = None
                     requests.fault(calls.target, error)
@@ -792,7 +816,7 @@ class Probe(Window):
                 return self.recording
             self.ended = ended = monotonic()
             try:
-                self.after = self.calls.readings(ended)
+                self.after = self.calls.sampler.request_readings(ended)
             except Exception as error:
                 self.after = None
                 self.calls.requests.fault(self.calls.target, error)
