@@ -84,7 +84,11 @@ class Account:
     """By metric: each measurement that the SDK was handed."""
     collected: list[int] = field(default_factory=list)
     """When each collection began."""
+    blocks: list[tuple[float, int]] = field(default_factory=list)
+    """The interpreter's blocks of memory, by seconds of the wall clock."""
     given_up: set[str] = field(default_factory=set)
+    unlogged: list[str] = field(default_factory=list)
+    """The names of the events that the SDK gave up."""
     said: list[str] = field(default_factory=list)
     raised: list[str] = field(default_factory=list)
 
@@ -123,6 +127,10 @@ class Account:
             self.recorded[told["metric"]].append({**told, "at": at})
         elif what == "collects":
             self.collected.append(at)
+        elif what == "unlogged":
+            self.unlogged.extend(told["events"])
+        elif what == "holds":
+            self.blocks.append((at / 1e9, told["blocks"]))
         elif what == "given up":
             self.given_up.update(told["spans"])
         else:
@@ -158,6 +166,7 @@ class Reckoning:
         self.failures: list[str] = []
         self.figures: dict[str, Any] = {}
         self._sent = sent
+        self.blocks = account.blocks
         self._account = account
         self._messages = collector.messages("metrics")
         self._spans: dict[str, Any] = {}
@@ -452,14 +461,17 @@ class Reckoning:
             for labels, value in seen.items()
             if dict(labels)["torch.memory.oom.verdict"] != "unexamined"
         )
+        given_up = self._account.unlogged.count("torch.memory.oom.evidence")
         self._want(
-            len(identities) == examined,
-            f"{len(identities)} log records, and {examined:g} errors were examined",
+            len(identities) + given_up == examined,
+            f"{len(identities)} log records, {given_up} that the SDK gave up, {examined:g} errors examined",
         )
         self.figures["out of memory"] = {
             "calls": len(ooms),
             "with a verdict": int(total),
-            "examined, and logged": len(identities),
+            "examined": int(examined),
+            "logged": len(identities),
+            "logs given up by the SDK": given_up,
         }
 
     def _silence(self) -> None:

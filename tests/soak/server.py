@@ -81,6 +81,7 @@ class Account:
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write, args=(path,), daemon=True, name="account")
         self._writer.start()
+        threading.Thread(target=self._count_objects, daemon=True).start()
 
     def note(self, what: str, **told: Any) -> None:
         self._lines.put(json.dumps({"what": what, "at": time.time_ns(), **told}))
@@ -114,6 +115,12 @@ class Account:
     def close(self) -> None:
         self._lines.put(None)
         self._writer.join()
+
+    def _count_objects(self) -> None:
+        """The interpreter's blocks of memory: a leak of objects shows here long before it is megabytes."""
+        while True:
+            self.note("holds", blocks=sys.getallocatedblocks())
+            time.sleep(0.5)
 
     def _write(self, path: Path) -> None:
         with open(path, "w") as file:
@@ -246,8 +253,18 @@ class Reader(PeriodicExportingMetricReader):
         super().collect(timeout_millis)
 
 
+class CountedLogs(OTLPLogExporter):
+    """Notes the log records that the SDK gives up after its last try."""
+
+    def export(self, batch: Any) -> Any:
+        result = super().export(batch)
+        if result.name != "SUCCESS":
+            ACCOUNT.note("unlogged", events=[each.log_record.event_name for each in batch])
+        return result
+
+
 class Counted(OTLPSpanExporter):
-    """Notes the spans that the SDK gives up after its last try."""
+    """The same of spans."""
 
     def export(self, spans: Any) -> SpanExportResult:
         result = super().export(spans)
@@ -268,7 +285,7 @@ def providers(collector: str) -> tuple[MeterProvider, TracerProvider, LoggerProv
     spans = Counted(f"{collector}/v1/traces", timeout=PATIENCE_S)
     traced.add_span_processor(BatchSpanProcessor(spans, max_queue_size=1 << 16, schedule_delay_millis=500))
     logged = LoggerProvider()
-    logs = OTLPLogExporter(f"{collector}/v1/logs", timeout=PATIENCE_S)
+    logs = CountedLogs(f"{collector}/v1/logs", timeout=PATIENCE_S)
     logged.add_log_record_processor(BatchLogRecordProcessor(logs, schedule_delay_millis=500))
     metrics.set_meter_provider(metered)
     trace.set_tracer_provider(traced)
@@ -416,6 +433,7 @@ def leak_of(kind: str) -> Callable[[], Any]:
         "threads": thread,
         "descriptors": lambda: held.append(os.open(os.devnull, os.O_RDONLY)),
         "series": lambda: counter.add(1, {"number": next(numbers)}),
+        "objects": lambda: held.append([[] for _ in range(2000)]),
     }[kind]
 
 

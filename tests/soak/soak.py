@@ -42,7 +42,7 @@ MEMORY = "3GiB"
 START_LIMIT_S = 180
 REST_S = 60
 MOODS = ("refusing", "slow", "garbage", "gone")
-LEAKS = ("memory", "threads", "descriptors", "series")
+LEAKS = tuple(growth.BOUNDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +203,7 @@ class Soak:
             self._collector.stop()
         (self._folder / "clients.json").write_text(json.dumps([asdict(sent) for sent in self.clients.sent]))
         (self._folder / "last.json").write_text(json.dumps(last))
+        (self._folder / "samples.json").write_text(json.dumps([asdict(each) for each in self.samples]))
         reckoning = Reckoning.of(self._folder)
         if still_open:
             reckoning.failures.append(f"calls that are still open at the end: {still_open}")
@@ -222,9 +223,16 @@ class Soak:
 
     def grown(self, reckoning: Reckoning) -> dict[str, tuple[float, float]]:
         """Each figure in the second quarter and in the last."""
-        halves = [growth.quarter(number, self.began, self.ended)[1] for number in (2, 4)]
-        series = tuple(float(reckoning.series(at)) for at in halves)
-        return {**growth.medians(self.samples, self.began, self.ended), "series": series}
+        over_time = {
+            name: [(each.at, getattr(each, name)) for each in self.samples]
+            for name in ("memory", "threads", "descriptors")
+        }
+        over_time["objects"] = reckoning.blocks
+        by_half = [growth.quarter(number, self.began, self.ended)[1] for number in (2, 4)]
+        return {
+            **{name: growth.medians(each, self.began, self.ended) for name, each in over_time.items()},
+            "series": (reckoning.series(by_half[0]), reckoning.series(by_half[1])),
+        }
 
     async def _sample(self, until: float) -> None:
         while time.time() < until:

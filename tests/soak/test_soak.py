@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from soak import growth
 from soak.reckoning import Reckoning
 
 Line = dict[str, Any]
@@ -59,7 +60,7 @@ def test_a_server_soaked_in_switches_outages_and_storms_loses_nothing_and_all_ac
     assert verdict["out of memory"]["with a verdict"] > 5
 
 
-@pytest.mark.parametrize("kind", ["memory", "threads", "descriptors", "series"])
+@pytest.mark.parametrize("kind", growth.BOUNDS)
 def test_a_leak_is_found_in_seconds(emulation: Path, tmp_path: Path, kind: str):
     code, verdict, said = soak(tmp_path, LEAKING_S, "--leak", kind)
     assert code == 1
