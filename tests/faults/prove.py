@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes each fault's protection out of a copy of the package and wants the fault's test to fail.
 
-    python tests/faults/prove.py [word ...]    those alone whose name holds a word
+    python tests/faults/prove.py [word ...]           those alone whose name holds a word
+    python tests/faults/prove.py --some 4 --seed 17   as many, by chance
 
 A process that the test starts must have imported the copy; else nothing is proved, and that is told.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -75,8 +78,18 @@ def without(fault: Fault) -> str:
 
 
 def main() -> int:
-    words = [word.lower() for word in sys.argv[1:]]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*", metavar="word")
+    parser.add_argument("--some", type=int, metavar="N", help="so many of them, by chance")
+    parser.add_argument("--seed", default="", help="the same seed, the same ones")
+    options = parser.parse_args()
+    words = [word.lower() for word in options.words]
     wanted = [fault for fault in FAULTS if not words or any(word in fault.name.lower() for word in words)]
+    if not wanted:
+        parser.error(f"no fault's name holds any of {', '.join(words)}")
+    if options.some is not None:
+        wanted = random.Random(options.seed).sample(wanted, min(options.some, len(wanted)))
+        print(f"{len(wanted)} by the seed {options.seed!r}", flush=True)
     unproved = 0
     for fault in wanted:
         began = time.monotonic()

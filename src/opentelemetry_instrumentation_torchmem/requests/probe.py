@@ -520,10 +520,8 @@ class Calls:
                     probe.before = sampler.request_readings(at)
                 else:
                     index, read = only
-                    statistics = read(index)
-                    if (
-                        statistics["num_device_alloc"] > statistics["segment"]["all"]["allocated"]
-                    ):  # `is_mapped`
+                    statistics = read(index)  # as long as `is_mapped` says no of them
+                    if statistics["num_device_alloc"] > statistics["segment"]["all"]["allocated"]:
                         probe.before = sampler.request_readings(at)
                     else:
                         sampler.last[index] = reading = index, at, statistics
