@@ -43,10 +43,11 @@ proof: $(READY) ## takes each protection out of a copy, and wants its fault's te
 releases: $(READY) ## the oldest and newest of Python, OpenTelemetry, wrapt and torch (LEGS="oldest cuda12")
 	$(PY) -m tests.releases $(LEGS) --pytest="$(PYTEST)"
 
-lint: $(READY) ## ruff, pyright in strict mode, generated files fresh
+lint: $(READY) ## ruff, pyright in strict mode, what is imported is declared, generated files fresh
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
+	$(PY) -m deptry src
 	$(PY) docs/generate.py --check
 	$(PY) collector-config/prometheus/rules.py --check
 	$(PY) collector-config/kubernetes/generate.py --check
@@ -65,6 +66,7 @@ truth: $(READY) ## headroom and free blocks against the real allocator in 10,000
 
 docs: $(READY) ## write what is generated: docs/METRICS.md, docs/registry/, rules, boards, Kubernetes objects
 	$(PY) docs/generate.py
+	$(PY) tests/faults/faults.py
 	$(PY) collector-config/prometheus/rules.py
 	$(PY) collector-config/kubernetes/generate.py
 	$(PY) collector-config/grafana/build.py
