@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from .snapshot import PoolId, PoolOn
-from .source import initialised_torch
+from .source import NATIVE, initialised_torch
 
 
 def living(owner_class: type) -> Iterator[Any]:
@@ -137,10 +137,13 @@ class PoolWatch:
         pool_class = getattr(memory, "MemPool", None)
         if pool_class is None or self._restore is not None:  # before torch 2.5 there are none
             return
-        if initialised_torch() is not None:
+        torch = initialised_torch()
+        if torch is not None:
             older = list(living(pool_class))
             allocators = getattr(memory, "_CUDAAllocator", None)
-            if not all(map(_is_plain, older)) or (allocators and any(living(allocators))):
+            if not all(map(_is_plain, older)) or (
+                allocators and torch.cuda.get_allocator_backend() == NATIVE and any(living(allocators))
+            ):
                 self._become_suspect()
             self._made.note_older(older)
         self._route(memory, "_cuda_beginAllocateCurrentThreadToPool", self._enters)

@@ -110,6 +110,11 @@ class AllocatorSettings:
         )
 
     @property
+    def in_force(self) -> AllocatorSettings:
+        """The same whichever way they were written and came to be."""
+        return replace(self, text="", origin="")
+
+    @property
     def divisions(self) -> tuple[int, ...] | None:
         """Into how many steps the sizes between two powers of two are rounded, for each of the 16
         intervals from 1 MiB on; None where none is."""

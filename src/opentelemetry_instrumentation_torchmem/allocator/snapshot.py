@@ -370,6 +370,8 @@ class _Group:
         "after",
         "allocated",
         "cached",
+        "cut",
+        "cut_first",
         "device",
         "expandable",
         "fixed",
@@ -414,6 +416,11 @@ class _Group:
         """Those that are free now or when what is pending is free, not both."""
         self.stuck = 0
         """The largest, now or then, that no cudaFree gives back."""
+        self.cut = False
+        """A part of a cudaMalloc segment is above the limit, another one than when it was cut: torch takes it
+        for a whole one."""
+        self.cut_first = False
+        """The first part of one: torch gives the whole segment back, whatever lives in the rest."""
 
     def add(self, segments: Sequence[Mapping[str, Any]]) -> bool:
         """False if they contradict themselves."""
@@ -525,6 +532,11 @@ class _Group:
         sizes = list(map(_SIZE, kept))
         stuck = [size for size in (*map(_SIZE, free), *(size for _, size in merged)) if size != whole]
         self.stuck = max(self.stuck, *stuck, 0)
+        if whole and self._split is not None:
+            parts = [*((block["address"] - base, block["size"]) for block in free), *merged]
+            offsets = [offset for offset, size in parts if self._split <= size != whole]
+            self.cut = self.cut or bool(offsets)
+            self.cut_first = self.cut_first or 0 in offsets
         if kept and kept[-1]["address"] - base + sizes[-1] == end:
             self.growing.append(sizes.pop())
         self.fixed += sizes
@@ -648,7 +660,7 @@ def _device_map(
             else:
                 bounds = _Bounds.of(driver, fraction, rules, reserved, releasable)
                 new = _NewMemory(rules, settings, groups, driver.total, limits.untouched)
-                headroom = _headroom(groups, rules, bounds, blocks, stream, new, absent)
+                headroom = _headroom(groups, rules, bounds, blocks, stream, new, driver.total, absent)
     if why is not None:
         absent |= dict.fromkeys(("fragmentation", "split_free", "headroom"), why)
     if blocks is None:
@@ -739,12 +751,15 @@ def _headroom(
     blocks: Mapping[str, Between],
     stream: int,
     new: _NewMemory,
+    total: int,
     absent: dict[str, str],
 ) -> Between:
     driver = new.least(bounds.free.least, bounds.asked.least)
     # With a split limit torch first gives back a block above it, even a part of a segment, which fails.
-    stuck = rules.max_split is not None and max((group.stuck for group in groups), default=0) >= max(
-        driver, rules.max_split
+    # Without a block that is large enough it gives back all above it, the largest first.
+    stuck = any(group.cut for group in groups) or (
+        rules.max_split is not None
+        and max((group.stuck for group in groups), default=0) >= max(driver, rules.max_split)
     )
     if stuck:
         driver = new.least(bounds.free_now, min(bounds.asked.least, bounds.asked_now))
@@ -752,6 +767,8 @@ def _headroom(
     most = max(
         new.most(bounds.free.most, bounds.asked.most), least, *(block.most for block in blocks.values())
     )
+    if any(group.cut_first for group in groups):
+        most = max(most, total)
     # A MemPool made with use_on_oom serves what fails elsewhere; whether it was is in no snapshot.
     pools = [group for group in groups if group.stream == stream and group.pool[1]]
     spare = max((max(group.largest, *group.after, 0) for group in pools), default=0)

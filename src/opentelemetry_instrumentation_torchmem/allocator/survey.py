@@ -51,9 +51,10 @@ class Surveyed(NamedTuple):
     def under(self, settings: AllocatorSettings, fraction: float | None) -> Surveyed:
         """The same where the settings and the process's fraction are others by now: neither is in any
         statistics, and both decide what succeeds."""
-        if self.map is None or (settings == self.settings and fraction == self.map.limits.fraction):
+        same = self.settings is not None and settings.in_force == self.settings.in_force
+        if self.map is None or (same and fraction == self.map.limits.fraction):
             return self
-        if settings != self.settings:
+        if not same:
             return self._replace(map=self.map.under_other_settings())
         return self._replace(map=self.map.under_fraction(fraction, self.reading))
 
