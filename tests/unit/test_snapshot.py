@@ -265,6 +265,20 @@ def test_a_free_block_that_torch_fails_to_give_back_leaves_what_needs_no_flush()
     assert found.headroom == Between(12 * MIB, 32 * MIB)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "most"),
+    [
+        ("a10 f39 a11", 68),  # cudaFree of what is no start of a segment fails
+        ("f39 a21", 1000),  # and of its start frees all of it, under what lives in the rest
+    ],
+)
+def test_a_part_of_a_segment_above_a_split_limit_that_was_lowered_leaves_what_needs_no_flush(blocks, most):
+    """Torch takes it for a whole segment, and gives back several such, the largest first."""
+    found = seen(segment(blocks), segment("f60"), conf="max_split_size_mb:30", free=8)
+    assert found.headroom == Between(60 * MIB, most * MIB)
+    assert found.absent["headroom"] == snapshot.MAX_SPLIT
+
+
 # ---- what cannot be known ----
 
 
