@@ -433,7 +433,7 @@ def leak_of(kind: str) -> Callable[[], Any]:
         "threads": thread,
         "descriptors": lambda: held.append(os.open(os.devnull, os.O_RDONLY)),
         "series": lambda: counter.add(1, {"number": next(numbers)}),
-        "objects": lambda: held.append([[] for _ in range(2000)]),
+        "objects": lambda: held.append([[] for _ in range(5000)]),
     }[kind]
 
 

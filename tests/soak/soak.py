@@ -19,6 +19,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -227,10 +228,11 @@ class Soak:
             name: [(each.at, getattr(each, name)) for each in self.samples]
             for name in ("memory", "threads", "descriptors")
         }
-        over_time["objects"] = reckoning.blocks
         by_half = [growth.quarter(number, self.began, self.ended)[1] for number in (2, 4)]
+        span = self.began, self.ended
         return {
-            **{name: growth.medians(each, self.began, self.ended) for name, each in over_time.items()},
+            **{name: growth.compared(each, *span, statistics.median) for name, each in over_time.items()},
+            "objects": growth.compared(reckoning.blocks, *span, min),
             "series": (reckoning.series(by_half[0]), reckoning.series(by_half[1])),
         }
 
