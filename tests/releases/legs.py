@@ -13,11 +13,23 @@ PACKAGE = (
     "tests/unit/test_oom_dump.py", "tests/unit/test_oom_log.py",
 )  # fmt: skip
 """What needs no GPU."""
-ALLOCATOR = (
-    "tests/emulated/test_metrics.py", "tests/emulated/test_requests.py", "tests/emulated/test_resets.py",
-    "tests/emulated/test_lifecycle.py", "tests/emulated/test_oom.py",
-)  # fmt: skip
+REQUESTS, LIFECYCLE, METRICS = (
+    f"tests/emulated/test_{name}.py" for name in ("requests", "lifecycle", "metrics")
+)
+SEVERAL_DEVICES = (
+    "tests/emulated/test_oom.py::test_an_error_on_each_of_several_devices_stays_the_users_and_is_seen"
+)
 """What runs on torch's real allocator."""
+NO_HOST_MEMORY = (f"{LIFECYCLE}::test_excluded_metrics_are_not_made_and_come_when_no_longer_excluded",)
+NO_MEMORY_POOLS = tuple(
+    f"{LIFECYCLE}::test_{name}"
+    for name in (
+        "fifty_cycles_with_two_providers_leave_one_series_each_and_nothing_else",
+        "torch_is_never_imported_by_us_and_found_when_the_user_imports_it",
+        "two_threads_that_instrument_at_once_leave_nothing_behind",
+    )
+)
+NO_DRIVER_CALLS = (f"{LIFECYCLE}::test_counters_go_on_when_a_provider_is_given_again",)
 NEWEST = "newest"
 
 
@@ -64,19 +76,21 @@ LEGS = (
          "opentelemetry-semantic-conventions==0.51b0",
          "googleapis-common-protos==1.70.0", "protobuf==5.29.5", "importlib-metadata==8.5.0",
          "wrapt==1.16.0"),
-        (*PACKAGE, *ALLOCATOR),
+        (*PACKAGE, LIFECYCLE, SEVERAL_DEVICES),
+        (*NO_HOST_MEMORY, *NO_MEMORY_POOLS, *NO_DRIVER_CALLS),
     ),
     Leg(
         "cuda12", "3.11", ("3.10", "3.11", "3.12", "3.13"), "torch==2.5.1",
         ("numpy==2.2.6", "nvidia-cuda-runtime-cu12==12.4.127", "nvidia-cuda-nvcc-cu12==12.4.131",
          *NEWEST_OPENTELEMETRY, "wrapt==1.17.3"),
-        (*PACKAGE, *ALLOCATOR),
+        (*PACKAGE, REQUESTS, LIFECYCLE, SEVERAL_DEVICES),
+        NO_HOST_MEMORY,
     ),
     Leg(
         "cuda12-late", "3.13", ("3.10", "3.11", "3.12", "3.13", "3.14"), "torch==2.9.1",
         ("numpy", "nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cuda-nvcc-cu12==12.8.93",
          *NEWEST_OPENTELEMETRY, "wrapt==2.5.2"),
-        (*PACKAGE, *ALLOCATOR),
+        (*PACKAGE, REQUESTS, METRICS),
     ),
     # that of `make test`, which runs all the tests in it: here it tells its signals
     Leg(NEWEST, "3.11", ("3.11", "3.12", "3.13", "3.14"), "torch==2.15.0", (), ()),
