@@ -29,6 +29,10 @@ NO_MEMORY_POOLS = tuple(
         "two_threads_that_instrument_at_once_leave_nothing_behind",
     )
 )
+OTHER_HOST_FIGURES = (f"{METRICS}::test_every_figure_equals_the_allocators_own",)
+NO_SETTINGS_AT_RUN_TIME = (
+    f"{METRICS}::test_segments_made_expandable_at_run_time_are_noticed_even_if_turned_off_again",
+)
 NO_DRIVER_CALLS = (f"{LIFECYCLE}::test_counters_go_on_when_a_provider_is_given_again",)
 NEWEST = "newest"
 
@@ -91,6 +95,7 @@ LEGS = (
         ("numpy", "nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cuda-nvcc-cu12==12.8.93",
          *NEWEST_OPENTELEMETRY, "wrapt==2.5.2"),
         (*PACKAGE, REQUESTS, METRICS),
+        (*OTHER_HOST_FIGURES, *NO_SETTINGS_AT_RUN_TIME),
     ),
     # that of `make test`, which runs all the tests in it: here it tells its signals
     Leg(NEWEST, "3.11", ("3.11", "3.12", "3.13", "3.14"), "torch==2.15.0", (), ()),
