@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BOUNDS = {
-    "memory": 16 << 20,
+    "memory": 32 << 20,
     "threads": 6,
     "descriptors": 8,
     "series": 24,

@@ -429,7 +429,7 @@ def leak_of(kind: str) -> Callable[[], Any]:
         threading.Thread(target=forever.wait, daemon=True).start()
 
     return {
-        "memory": lambda: held.append(b"\1" * MIB),
+        "memory": lambda: held.append(b"\1" * (4 * MIB)),
         "threads": thread,
         "descriptors": lambda: held.append(os.open(os.devnull, os.O_RDONLY)),
         "series": lambda: counter.add(1, {"number": next(numbers)}),
