@@ -33,6 +33,7 @@ OTHER_HOST_FIGURES = (f"{METRICS}::test_every_figure_equals_the_allocators_own",
 NO_SETTINGS_AT_RUN_TIME = (
     f"{METRICS}::test_segments_made_expandable_at_run_time_are_noticed_even_if_turned_off_again",
 )
+CACHING_CANNOT_BE_ASKED = (f"{METRICS}::test_whether_caching_is_off_is_asked_of_torch_not_of_the_variable",)
 NO_DRIVER_CALLS = (f"{LIFECYCLE}::test_counters_go_on_when_a_provider_is_given_again",)
 NEWEST = "newest"
 
@@ -95,7 +96,7 @@ LEGS = (
         ("numpy", "nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cuda-nvcc-cu12==12.8.93",
          *NEWEST_OPENTELEMETRY, "wrapt==2.5.2"),
         (*PACKAGE, REQUESTS, METRICS),
-        (*OTHER_HOST_FIGURES, *NO_SETTINGS_AT_RUN_TIME),
+        (*OTHER_HOST_FIGURES, *NO_SETTINGS_AT_RUN_TIME, *CACHING_CANNOT_BE_ASKED),
     ),
     # that of `make test`, which runs all the tests in it: here it tells its signals
     Leg(NEWEST, "3.11", ("3.11", "3.12", "3.13", "3.14"), "torch==2.15.0", (), ()),
