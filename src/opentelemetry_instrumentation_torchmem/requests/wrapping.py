@@ -148,6 +148,11 @@ def _pass_through_when(is_compiling: Callable[[], bool], is_tracing: Callable[[]
         dynamo_compiling = is_compiling
 
 
+_may_enter_to_close = sys.version_info >= (3, 12)
+"""What is closed may be so by the collector. Before 3.12 that runs within any allocation, and a variable that is
+set from in there while another one is being set makes the latter's context lose variables, the user's too."""
+
+
 _here = sys.modules[__name__]
 """Wrappers reach this module so: their own globals are the user's (``_at_home``)."""
 
@@ -323,11 +328,13 @@ def _generator(
                 except BaseException as error:
                     closing = isinstance(error, GeneratorExit)
                     if closing and dropped():
-                        probe.enter()
+                        if here._may_enter_to_close:  # noqa: SLF001
+                            probe.enter()
                         step = inner = None  # that closes it, unless it is somebody else's as well
                         raise
                     step, value = inner.throw, error
-                probe.enter()
+                if not closing or here._may_enter_to_close:  # noqa: SLF001
+                    probe.enter()
         except StopIteration as end:
             if closing:
                 probe.abandon()
@@ -349,7 +356,7 @@ def _async_generator(
 ) -> Function:
     unmeasured, steps, as_async_generator, first = _UNMEASURED, _steps, _as_async_generator, _first
     here, nothing, guard = _here, _Nothing(), Guard
-    references, alone, give_back = sys.getrefcount, _ALONE, _to_the_loop
+    references, alone, give_back, hooks = sys.getrefcount, _ALONE, _to_the_loop, sys.get_asyncgen_hooks
 
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         if here.compiling():
@@ -361,6 +368,8 @@ def _async_generator(
         guarded = guard(asking.begin(args, kwargs) or unmeasured)  # nobody closes it once its loop has closed
         probe = guarded.probe
         closing = False
+        # a loop closes it in a task, never the collector
+        may_enter_to_close = here._may_enter_to_close or hooks().finalizer is not None  # noqa: SLF001
         held: list[Any] = []
         try:
             inner = as_async_generator(function(*args, **kwargs))
@@ -384,7 +393,8 @@ def _async_generator(
                             inner = None
                             raise
                     step, value = inner.athrow, error
-                probe.enter()
+                if not closing or may_enter_to_close:
+                    probe.enter()
         except StopAsyncIteration:
             if closing:
                 probe.abandon()
@@ -417,7 +427,8 @@ def _steps(inner: Any, probe: Probe) -> Generator[Any, Any, Any]:
             value = yield held.pop()  # a future may hold what the awaiting one is done with by its next step
             step = inner.send
         except GeneratorExit:
-            probe.enter()
+            if _may_enter_to_close:
+                probe.enter()
             try:
                 inner.close()
             except BaseException as error:
