@@ -66,12 +66,13 @@ def beside_slow_mallocs(seconds: float) -> dict:
         longest = max(longest, time.perf_counter() - began)
     stop.set()
     thread.join()
+    before = cycles[:]  # one that is under way at `uninstrument` may have some of ours
     TorchMemInstrumentor().uninstrument()
     provider.shutdown()
     whole = {"users.before", "users.after", "torch.memory.usage", "torch.memory.telemetry.skipped"}
     return {
-        "cycles": len(cycles) - 1,  # the last one is after uninstrument
-        "whole": sum(whole <= names for names in cycles),
+        "cycles": len(before),
+        "whole": sum(whole <= names for names in before),
         "mallocs": mallocs,
         "longest": longest,
     }
