@@ -553,7 +553,9 @@ class Judge(Oracle):
                 )
             if not any(place.expandable for place in found.places):
                 split = current["inactive_split_bytes"] + found.private_idle
-                self.expect(found.split_free == split, "split_free is not what the statistics say")
+                # torch's own count goes wrong where a split limit was lowered: more than is free it is not
+                if split <= found.free:
+                    self.expect(found.split_free == split, "split_free is not what the statistics say")
 
     def trapped(self) -> None:
         found = self.map.trapped

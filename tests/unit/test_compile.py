@@ -26,6 +26,7 @@ from torch._dynamo.utils import clear_compilation_metrics, counters, get_compila
 
 from opentelemetry_instrumentation_torchmem.requests import wrapping
 from opentelemetry_instrumentation_torchmem.requests.probe import Target
+from opentelemetry_instrumentation_torchmem.requests.track import track
 from opentelemetry_instrumentation_torchmem.requests.wrapping import wrap_attribute
 
 
@@ -508,3 +509,34 @@ def test_nothing_of_ours_is_left(measured):
     for each, entries in before.items():
         assert list(vars(each)) == list(entries)
         assert all(vars(each)[name] is entry for name, entry in entries.items() if name != "__dict__")
+
+
+class Made:
+    """Made within the compiled region."""
+
+    def by(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @track
+    def tracked(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+class MadeToo(Made):
+    def by(self, x: torch.Tensor) -> torch.Tensor:
+        return super().by(x) + 1
+
+
+def test_a_measured_method_of_an_object_made_in_the_region_compiles_whole(measured):
+    def region(x: torch.Tensor) -> torch.Tensor:
+        by = Made().by
+        return by(x) + MadeToo().by(x) + Made().tracked(x)
+
+    undo = wrap_attribute(Made, "by", Target("test.Made.by", "by"), measured.requests)
+    try:
+        torch._dynamo.reset()
+        told = torch.compile(region, backend="eager", fullgraph=True)(torch.ones(3))
+    finally:
+        undo()
+    assert told.tolist() == [8.0] * 3
+    assert not measured.spans()

@@ -77,9 +77,11 @@ class DeviceState(NamedTuple):
     @property
     def _reading_tells(self) -> bool:
         """Whether ``inactive_split`` is all that is trapped, as far as the last snapshot knows, or without
-        one the process."""
+        one the process. More than is in no use it cannot be: torch's own count of it goes wrong where a split
+        limit was lowered at run time."""
         idle = self.private_pools if self.map is None else self.map.private_idle
-        return self.reading.inactive_split is not None and not idle
+        split, cached = self.reading.inactive_split, self.reading.cached
+        return split is not None and not idle and (cached is None or split <= cached)
 
     @property
     def ledger(self) -> Mapping[str, int] | None:

@@ -289,9 +289,9 @@ class Requests:
             self.abandon(probe, error)
             return
         calls, span = probe.calls, probe.span
-        telling.add(thread)
         try:
             try:
+                telling.add(thread)
                 if probe.measured:
                     if error is not None and self._out_of_memory is not None and _is_out_of_memory(error):
                         self._tell_out_of_memory(self._out_of_memory, probe)
@@ -453,11 +453,11 @@ class Calls:
         """A probe of a call that starts now, its context attached; None where nothing is wanted. Never
         raises."""
         requests = self.requests
-        probe = None
+        probe = outside = None
         try:
             if not requests.settled and not requests.wanted():
                 return None
-            context = _context.get()
+            context = outside = _context.get()
             outer: Any = None
             if context:
                 if context.get(_SUPPRESS_INSTRUMENTATION_KEY) or context.get(_SUPPRESSED):
@@ -500,6 +500,7 @@ class Calls:
                 except Exception as error:  # the user's own mappings may raise; the call is measured still
                     requests.fault(self.target, error, "the inputs of %s cannot be described: %r")
             windows = self.windows
+            probe.measured = True
             with windows.lock:
                 if windows.opened:
                     windows.open(probe, outer)
@@ -507,7 +508,6 @@ class Calls:
                     probe.since = windows.count = 1
                     probe.sequence = windows.sequence
                     windows.opened[probe] = None
-            probe.measured = True
             if made:
                 context = Context({**context, _WINDOW: probe, _SPAN: span})
             else:
@@ -535,13 +535,13 @@ class Calls:
             return probe
         except Exception as error:
             if probe is not None:
-                probe.began = probe.began or monotonic()
+                probe.interrupted_at_its_begin(outside)
                 probe.stop()
             requests.fault(self.target, error)
             return None
         except BaseException:  # of a signal handler
             if probe is not None:
-                probe.began = probe.began or monotonic()
+                probe.interrupted_at_its_begin(outside)
                 probe.abandon()
             raise
 
@@ -731,18 +731,17 @@ class Probe(Window):
                     requests.fault(calls.target, error)
             elif not self.recording:
                 return
+            thread, telling, windows, concurrent = get_ident(), requests.telling, calls.windows, 0
         except BaseException:  # of a signal handler
             self._interrupted(token)
             raise
-        thread, telling = get_ident(), requests.telling
         if not calls.plain or not self.measured or thread in telling:
             requests.finish(self, None, result)
             return
         # what follows is `finish` for a call that left nothing new, as those of a server do that is warm
-        concurrent, windows = 0, calls.windows
-        telling.add(thread)
         try:
             try:
+                telling.add(thread)
                 with windows.lock:
                     opened = windows.opened
                     if windows.counts or len(opened) > 1 or self not in opened:
@@ -823,6 +822,12 @@ class Probe(Window):
             raise
         return True
 
+    def interrupted_at_its_begin(self, outside: Any) -> None:
+        """A signal handler has raised before the user's call began; ``outside`` is the caller's context."""
+        self.began = self.began or monotonic()
+        if self.token is None and self.context is not None and _context.get() is self.context:
+            _context.set(outside)  # between the setting of it and the keeping of its token
+
     def _interrupted(self, token: Token[Context] | None) -> None:
         self.open = False
         self.after, self.ended, self.ended_at = None, monotonic(), time_ns()
@@ -843,5 +848,6 @@ class Guard:
         self.probe = probe
 
     def __del__(self) -> None:
-        if self.probe.open:
-            self.probe.abandon()
+        probe = getattr(self, "probe", None)  # not even that, where a signal handler has raised in between
+        if probe is not None and probe.open:
+            probe.abandon()

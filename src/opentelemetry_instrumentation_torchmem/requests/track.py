@@ -191,10 +191,16 @@ class Tracked:
     def __enter__(self) -> Request:
         if wrapping.compiling() or wrapping.tracing():
             return Request(None)
-        measured = self._measured(None, self._name or "block")
-        probe = measured.begin()
-        self._guards.setdefault(_who(), []).append(None if probe is None else Guard(probe))
-        return Request(probe)
+        who = _who()
+        probe = self._measured(None, self._name or "block").begin()
+        try:
+            request, guard = Request(probe), None if probe is None else Guard(probe)
+            self._guards.setdefault(who, []).append(guard)
+        except BaseException:  # of a signal handler
+            if probe is not None:
+                probe.abandon()
+            raise
+        return request
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -209,10 +215,14 @@ class Tracked:
             del self._guards[who]
         if guard is None:
             return
-        if error is None:
-            guard.probe.stop()
-        else:
-            guard.probe.fail(error)
+        try:
+            if error is None:
+                guard.probe.stop()
+            else:
+                guard.probe.fail(error)
+        except BaseException:  # of a signal handler, before that has begun
+            guard.probe.abandon()
+            raise
 
     def _measured(self, label: str | None, operation: str) -> _Measured:
         return _Measured(Target(label, operation, "new", self._nested, self._iterator), self._span)

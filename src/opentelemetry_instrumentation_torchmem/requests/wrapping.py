@@ -149,8 +149,9 @@ def _pass_through_when(is_compiling: Callable[[], bool], is_tracing: Callable[[]
 
 
 _may_enter_to_close = sys.version_info >= (3, 12)
-"""What is closed may be so by the collector. Before 3.12 that runs within any allocation, and a variable that is
-set from in there while another one is being set makes the latter's context lose variables, the user's too."""
+"""What is closed may be so by the collector. Before 3.12 that runs within any allocation, and a context
+variable that is set from in there while another one is being set makes their context lose some, the user's
+too."""
 
 
 _here = sys.modules[__name__]
@@ -250,13 +251,23 @@ def _of_its_own(made: Any, function: Function, names: dict[str, Any]) -> Any:
     return FunctionType(code, names, made.__name__, made.__defaults__, made.__closure__)
 
 
+def _holder(asking: Asking) -> Any:
+    """A function that holds it: the compiler must know what is in each cell of a method of an object that is
+    made within the compiled region, and it knows functions."""
+
+    def holder() -> None: ...
+
+    holder.held = asking  # type: ignore[attr-defined]
+    return holder
+
+
 def _plain(function: Function, asking: Asking, follows: bool) -> Function:
-    here, returned, streams = _here, _returned, _STREAMS
+    here, returned, holder = _here, _returned, _holder(asking)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if here.dynamo_compiling() or here.flags._is_compiling_flag or here.tracing():  # noqa: SLF001
             return function(*args, **kwargs)
-        probe = asking.begin(args, kwargs)
+        probe = holder.held.begin(args, kwargs)
         if probe is None:
             return function(*args, **kwargs)
         try:
@@ -264,9 +275,13 @@ def _plain(function: Function, asking: Asking, follows: bool) -> Function:
         except BaseException as error:
             probe.fail(error)
             raise
-        if follows or type(result) in streams:
+        if follows or type(result) in here._STREAMS:  # noqa: SLF001
             return returned(probe, result)
-        probe.stop(result)
+        try:
+            probe.stop(result)
+        except BaseException:  # of a signal handler, before it has begun
+            probe.abandon()
+            raise
         return result
 
     return wrapper
