@@ -223,11 +223,15 @@ def test_a_variable_of_the_wrong_form_is_told_before_anything_starts(tmp_path: P
         assert line.startswith(f"{variable}={value!r} in the environment {said}"), line
 
 
-def test_the_check_for_users_tells_each_wrong_variable_in_a_line_and_is_silent_about_right_ones() -> None:
+def test_the_check_for_users_tells_each_wrong_variable_in_a_line_and_right_ones_in_one() -> None:
     told = {}
     for name, environment in {
         "wrong": {"DECISION_WAIT_SECONDS": "70s", "QUEUE_BYTES": ""},
         "right": RIGHT,
+        "a port": {"OTLP_GRPC_LISTEN": "0.0.0.0:65536"},
+        "the last port": {"OTLP_GRPC_LISTEN": "[::]:65535", "MEMORY_LIMIT_MIB": "9", "MEMORY_SPIKE_MIB": "8"},
+        "two that do not fit": {"MEMORY_LIMIT_MIB": "100", "MEMORY_SPIKE_MIB": "100"},
+        "a slip": {"OTLP_GRPC_LISTN": "127.0.0.1:1", "HOME": "/"},
     }.items():
         told[name] = subprocess.run(CHECK, env=environment, capture_output=True, text=True, check=False)
     assert told["wrong"].returncode == 1
@@ -236,6 +240,17 @@ def test_the_check_for_users_tells_each_wrong_variable_in_a_line_and_is_silent_a
         "QUEUE_BYTES",
     ]
     assert (told["right"].returncode, told["right"].stderr) == (0, "")
+    assert told["right"].stdout == "4 variables are set, and all of them are allowed\n"
+    assert told["a port"].stderr.startswith(
+        "OTLP_GRPC_LISTEN='0.0.0.0:65536' in the environment is not host:port"
+    )
+    assert (told["the last port"].returncode, told["the last port"].stderr) == (0, "")
+    assert told["two that do not fit"].returncode == 1
+    assert told["two that do not fit"].stderr == (
+        "MEMORY_SPIKE_MIB='100' in the environment is not below MEMORY_LIMIT_MIB='100'\n"
+    )
+    assert told["a slip"].returncode == 0  # it may be somebody else's
+    assert told["a slip"].stderr == "OTLP_GRPC_LISTN is not read: OTLP_GRPC_LISTEN is\n"
 
 
 @pytest.mark.parametrize("variable", ["METRIC_EXPIRATION_SECONDS", "DECISION_WAIT_SECONDS"])
