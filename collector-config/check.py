@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from difflib import get_close_matches
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ WRONG = {
     "TRACES_ENDPOINT": (("", "127.0.0.1"), "is not host:port, like 127.0.0.1:4317"),
     "TRACES_INSECURE": (("yes", ""), "is not true or false"),
     "OTLP_GRPC_LISTEN": (("", "4317"), "is not host:port, like 127.0.0.1:4317"),
-    "STORAGE_DIRECTORY": (("", "storage"), "is not a whole path, like /etc/otelcol/tls.crt"),
+    "STORAGE_DIRECTORY": (("", "storage"), "is not a whole path, like /etc/otelcol/one"),
     "PROMETHEUS_OTLP_URL": (("", "127.0.0.1:9090"), "is not a URL, like http://127.0.0.1:9090/"),
 }
 RIGHT = {
