@@ -302,6 +302,7 @@ class OomWatch:
         captures: CaptureWatch,
         tell: Callable[[str, Attributes, Context | None], None],
         dumps: DumpDirectory | None = None,
+        dumps_option: str = "oom_dump_dir",
         in_flight: Callable[[], Sequence[tuple[str, float, Sequence[AllocatorReading]]]] = list,
         live_pools: Callable[[], Collection[PoolOn]] = tuple,
         pool_in_force: Callable[[int], PoolId | None] = _none_in_force,
@@ -322,7 +323,7 @@ class OomWatch:
             try:
                 dumps.check()
             except NotWrittenError as error:
-                self._not_dumped(error)
+                self._cannot_dump(error, dumps_option)
 
     def begin_anew(self) -> None:
         """As if nothing had been seen; in a forked child the parent's lock may be held."""
@@ -596,6 +597,20 @@ class OomWatch:
         except Exception as error:  # a recursion limit, no memory on the host
             self._failed(error)
         return None
+
+    def _cannot_dump(self, error: NotWrittenError, option: str) -> None:
+        """Say, before there is any error of memory, that its snapshot would not be written."""
+        cause = error.__cause__
+        why = cause.strerror or cause if isinstance(cause, OSError) else error
+        parent = "; its parent must exist" if isinstance(cause, FileNotFoundError) else ""
+        self._telemetry.skip("dump")
+        self._telemetry.say_once(
+            f"dump {option}",
+            "torchmem: %s cannot be written (%s%s): no snapshots will be written",
+            option,
+            why,
+            parent,
+        )
 
     def _not_dumped(self, error: NotWrittenError) -> None:
         self._telemetry.skip("dump")

@@ -105,6 +105,7 @@ class Wiring:
             self._captures,
             oom.OomLog(logger_provider),
             _dumps(config),
+            _dumps_option(config),
             in_flight=self._in_flight,
             live_pools=self._live_pools,
             pool_in_force=self._pools.in_force,
@@ -124,18 +125,18 @@ class Wiring:
             refused=self._ooms.request_was_refused if config.oom_evidence else None,
             grown=self._growth.note,
         )
+        self._targets = Targets(
+            self._requests, config.targets, disabled=config.disabled_targets, default_span=config.span
+        )
         self._registration.plug(
             Feed(
                 sampler,
                 telemetry,
                 config.excludes,
-                before=self._requests.before_collection,
+                before=self._before_collection,
                 targets=self._requests.active,
                 ooms=self._ooms.counts,
             )
-        )
-        self._targets = Targets(
-            self._requests, config.targets, disabled=config.disabled_targets, default_span=config.span
         )
         self._when_imported("torch.cuda.memory", self._pools.install)
         self._when_imported("torch.cuda.graphs", self._captures.install)
@@ -174,6 +175,10 @@ class Wiring:
         self._growth.begin_anew()
         self._ooms.begin_anew()
         self._registration.forget()
+
+    def _before_collection(self) -> None:
+        self._requests.before_collection()
+        self._targets.before_collection()
 
     def _when_imported(self, module: str, act: Callable[[ModuleType], None]) -> None:
         self._acts.setdefault(module, []).append(act)
@@ -216,6 +221,13 @@ def _dumps(config: Config) -> DumpDirectory | None:
     if not (config.oom_evidence and config.oom_dump_dir):
         return None
     return DumpDirectory(config.oom_dump_dir, config.oom_dump_max_files, config.oom_dump_max_mib << 20)
+
+
+def _dumps_option(config: Config) -> str:
+    """The option as it was given and where, for what is said of it: an argument would beat the variable."""
+    variable = "OTEL_PYTHON_TORCHMEM_OOM_DUMP_DIR"
+    there = os.environ.get(variable, "").strip() == config.oom_dump_dir
+    return f"oom_dump_dir={config.oom_dump_dir!r} (from {variable if there else 'an argument or the file'})"
 
 
 def _tell_unmatched(

@@ -941,7 +941,24 @@ def test_what_cannot_be_dumped_costs_a_log_line(gpu, tmp_path):
     assert got["dumps"] == [None, None, None]
     assert got["skipped"] == 4  # it was looked at before, too
     assert gpu.last.stderr.count("torchmem: no dump of an out of memory error") == 1
-    assert "Not a directory" in gpu.last.stderr
+    assert (
+        f"torchmem: oom_dump_dir={str(tmp_path / 'file')!r} (from an argument or the file) cannot be written "
+        "(Not a directory): no snapshots will be written\n"
+    ) in gpu.last.stderr
+
+
+def test_a_directory_for_dumps_without_a_parent_is_told_at_the_start_with_its_option(gpu, tmp_path):
+    path = str(tmp_path / "gone" / "dumps")
+    named = {"OTEL_PYTHON_TORCHMEM_OOM_DUMP_DIR": path}
+    gpu.run(with_no_error_of_memory, memory="1GiB", env=named)
+    assert [line for line in gpu.last.stderr.splitlines() if line.startswith("torchmem")] == [
+        f"torchmem: oom_dump_dir={path!r} (from OTEL_PYTHON_TORCHMEM_OOM_DUMP_DIR) cannot be written "
+        "(No such file or directory; its parent must exist): no snapshots will be written"
+    ]
+
+
+def with_no_error_of_memory() -> dict:
+    return {"events": len(Watched().events), "kept": take(MIB).numel()}
 
 
 def with_a_limit_on_files(path: str) -> dict:

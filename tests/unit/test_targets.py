@@ -9,6 +9,7 @@ import importlib
 import inspect
 import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from opentelemetry_instrumentation_torchmem.requests import targets as targets_module
 from opentelemetry_instrumentation_torchmem.requests.specs import TargetSpec, parse_targets
 from opentelemetry_instrumentation_torchmem.requests.targets import Targets
 
@@ -624,8 +626,8 @@ def test_the_nearest_class_decides_what_a_method_belongs_to(measuring, write):
         ("app_engine:Engine.Missing.run", "app_engine has no Engine.Missing"),
         ("app_engine:missing", "app_engine has no missing"),
         ("app_engine:Engine.size", "a property cannot be measured, functions and methods can"),
-        ("app_engine:Engine.Inner", "it is a class: name a method"),
-        ("app_engine:Engine", "it is a class: name a method"),
+        ("app_engine:Engine.Inner", "it is a class: name its method, as app_engine:Engine.Inner."),
+        ("app_engine:Engine", "it is a class: name its method, as app_engine:Engine.generate"),
         ("app_engine:engine", "a Engine cannot be measured"),
         ("app_engine:engine.generate", "engine is no class but a Engine"),
         (
@@ -708,6 +710,103 @@ def test_a_module_that_is_never_imported_is_told_at_the_end(measuring):
     assert measuring.skipped == 1
     targets.undo()
     assert measuring.skipped == 1
+
+
+def test_what_is_not_there_after_a_minute_is_told_at_a_collection_and_not_again(
+    measuring, write, monkeypatch
+):
+    sys.modules["app_install"] = installer = ModuleType("app_install")
+    specs = [
+        replace(spec, origin="a variable")
+        for spec in parse_targets("app_gone:Engine.generate,app_late:Engine.generate,app_self:Gone.run")
+    ]
+    targets = Targets(measuring.requests, specs, disabled=("*",))
+    installer.install = targets.install
+    try:
+        load(write("app_self", "import app_install; app_install.install()"))
+    finally:
+        del sys.modules["app_install"]
+    now = targets_module.monotonic()
+    monkeypatch.setattr(targets_module, "monotonic", lambda: now + passed)
+    for passed in (59.0, 61.0, 130.0):
+        targets.before_collection()
+        assert len(measuring.said) == (0 if passed < 60 else 3)
+    app = load(write("app_late", ENGINE))
+    app.Engine().generate("a")
+    assert measuring.spans == [("generate Engine", "app_late.Engine.generate")]
+    assert measuring.skipped == 0
+    targets.undo()
+    said = "torchmem: target %s (from a variable) is not measured so far: %s"
+    assert measuring.said == [
+        said % ("app_gone:Engine.generate", "app_gone has not been imported"),
+        said % ("app_late:Engine.generate", "app_late has not been imported"),
+        said % ("app_self:Gone.run", "app_self has no class Gone"),
+    ]
+    assert measuring.skipped == 2
+
+
+KILLED = """
+import os, signal, sys
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor
+reader = InMemoryMetricReader()
+TorchMemInstrumentor().instrument(meter_provider=MeterProvider([reader]))
+import torch
+from opentelemetry_instrumentation_torchmem.requests import targets
+reader.get_metrics_data()
+print("a minute later", file=sys.stderr, flush=True)
+targets.LATE = 0.0
+reader.get_metrics_data()
+reader.get_metrics_data()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_that_is_killed_has_told_its_misspelt_target():
+    named = {"OTEL_PYTHON_TORCHMEM_TARGETS": "app.engin:Engine.generate"}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED],
+        env=os.environ | named,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [line for line in killed.stderr.splitlines() if line.startswith(("torchmem", "a minute"))] == [
+        "a minute later",
+        "torchmem: target app.engin:Engine.generate (from OTEL_PYTHON_TORCHMEM_TARGETS) is not measured "
+        "so far: app.engin has not been imported",
+    ]
+
+
+def test_a_target_that_came_late_and_is_wrong_is_told_again(measuring, write, monkeypatch):
+    targets = measuring.install("app_late:Engine.missing")
+    now = targets_module.monotonic()
+    monkeypatch.setattr(targets_module, "monotonic", lambda: now + 61)
+    targets.before_collection()
+    load(write("app_late", ENGINE))
+    assert [line.rpartition(": ")[2] for line in measuring.said] == [
+        "app_late has not been imported",
+        "Engine has no missing",
+    ]
+
+
+def test_a_class_or_a_function_of_a_module_that_is_still_being_imported_is_told_as_what_it_is(
+    measuring, write
+):
+    sys.modules["app_install"] = installer = ModuleType("app_install")
+    installer.install = lambda: measuring.install("app_self:Engine", "app_self:call")
+    try:
+        load(write("app_self", "import app_install; app_install.install()" + textwrap.dedent(ENGINE)))
+    finally:
+        del sys.modules["app_install"]
+    assert [line.partition(" is not measured: ")[2] for line in measuring.said] == [
+        "app_self was still being imported, and had no call yet: import torch before app_self, or decorate "
+        "it with @track",
+        "it is a class: name its method, as app_self:Engine.generate",
+    ]
 
 
 def test_a_metaclass_that_resists_reaches_nobody(measuring, write):

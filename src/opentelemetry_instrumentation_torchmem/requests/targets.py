@@ -16,7 +16,8 @@ A target is written
   decorate them with ``@track``.
 
 Nothing is imported for a target: it waits for the user's own import, and takes what is imported already. A
-target that is not there is logged once, by name, and counted.
+target that is not there is logged once, by name, and counted; one that may still come is logged at the first
+collection after a minute, as a process that is killed has no end to tell it at, and counted at the end.
 
 Out of reach: properties; objects that are callable but no functions; methods that an instance holds itself;
 a future subclass whose bases have an ``__init_subclass__`` that does not call ``super``; a module imported a
@@ -35,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from time import monotonic
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -43,6 +45,9 @@ from ..imports import when_imported
 from .probe import Requests, Target
 from .specs import BUILT_IN, BUILT_IN_LABELS, TargetSpec
 from .wrapping import wrap_attribute
+
+LATE = 60.0
+"""Seconds after which a target that is not there yet is told, at the next collection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,10 @@ class Targets:
         """The patterns among them that a class has matched."""
         self._class_builders: tuple[Any, Any] | None = None
         """The real ``__build_class__`` and ours."""
+        self._asked_at: float | None = None
+        """Monotonic seconds; None while there is nothing to be told at a collection."""
+        self._told: set[_Wanted] = set()
+        """Those that a collection has told."""
 
     def install(self) -> None:
         """Wrap what is imported already, and wait for the rest. Never raises."""
@@ -111,10 +120,12 @@ class Targets:
         atexit.register(self._tell_missing)
         for module in tuple(self._waiting):
             self._await(module)
+        self._asked_at = monotonic()
 
     def undo(self) -> None:
         """Put everything back, also with requests in flight. Never raises."""
         self._undone = True
+        self._asked_at = None
         atexit.unregister(self._tell_missing)
         self._tell_missing()
         self._stop_building()
@@ -202,12 +213,17 @@ class Targets:
             return None
         for part in rest:
             value = inspect.getattr_static(value, part, None)
-        if value is None and runs and wanted.owner:
+        if value is None and runs and (wanted.owner or wanted.name.lstrip("_")[:1].isupper()):
             self._expect(wanted)
             return None
         if value is None:
             if wanted.module == "__main__":
                 return "a function of the script comes too late to be wrapped: decorate it with @track"
+            if runs:
+                return (
+                    f"{wanted.module} was still being imported, and had no {wanted.name} yet: "
+                    f"import torch before {wanted.module}, or decorate it with @track"
+                )
             maker = "__getattr__" in vars(module) and not rest
             hint = "; if its __getattr__ makes it, name the module that defines it" if maker else ""
             return f"{wanted.module} has no {wanted.owner or wanted.name}{hint}"
@@ -221,17 +237,46 @@ class Targets:
             return f"{wanted.owner} has no {wanted.name}"
         return None
 
+    def before_collection(self) -> None:
+        """Name what is not there by now: a process that is killed has no end to tell it at."""
+        asked_at = self._asked_at
+        if asked_at is None or monotonic() - asked_at < LATE:
+            return
+        self._asked_at = None
+        for wanted, module in self._missing():
+            what = f"{wanted.module} has no class {wanted.owner or wanted.name}"
+            if module is not None:
+                what = f"{module} has not been imported{_hint(module)}"
+            self._told.add(wanted)
+            self._requests.telemetry.say_once(
+                f"target {wanted.named} so far",
+                "torchmem: target %s is not measured so far: %s",
+                wanted.named,
+                what,
+            )
+
+    def _missing(self) -> Iterator[tuple[_Wanted, str | None]]:
+        """What the user named and is not there yet, with the module that it waits for; None where the class
+        is missing."""
+        for module, missing in tuple(self._waiting.items()):  # other threads import meanwhile
+            yield from ((each, module) for each in tuple(missing) if each.named is not None)
+        late = [each for found in tuple(self._late.values()) for each in tuple(found)]
+        for wanted in (*late, *self._late_patterns):
+            if wanted.named is not None and wanted not in self._matched:
+                yield wanted, None
+
     def _tell_missing(self) -> None:
         """Name what was never found: at ``undo`` or when the interpreter ends."""
         # helper processes (multiprocessing's resource tracker, say) have the same environment, and no torch
         level = logging.WARNING if "torch" in sys.modules else logging.INFO
-        for module, missing in self._waiting.items():
-            for wanted in missing:
-                if wanted.named is not None:
-                    self._refuse(wanted.named, f"{module} was never imported{_hint(module)}", level)
-        for wanted in (*(each for late in self._late.values() for each in late), *self._late_patterns):
-            if wanted.named is not None and wanted not in self._matched:
-                self._refuse(wanted.named, f"{wanted.module} never had a class {wanted.owner}", level)
+        for wanted, module in self._missing():
+            if wanted in self._told:
+                self._requests.telemetry.skip("target")
+            elif module is not None:
+                self._refuse(str(wanted.named), f"{module} was never imported{_hint(module)}", level)
+            else:
+                missing = wanted.owner or wanted.name
+                self._refuse(str(wanted.named), f"{wanted.module} never had a class {missing}", level)
         self._waiting.clear()
         self._late.clear()
         self._late_patterns.clear()
@@ -250,7 +295,7 @@ class Targets:
         if wanted.pattern:
             self._late_patterns.append(wanted)
         else:
-            self._late.setdefault((wanted.module, wanted.owner), []).append(wanted)
+            self._late.setdefault((wanted.module, wanted.owner or wanted.name), []).append(wanted)
         if self._class_builders is not None:
             return
         real = builtins.__build_class__
@@ -280,7 +325,9 @@ class Targets:
             self._matched.update(matching)
             matching += self._late.pop((module, path), ())
             for wanted in matching:
-                if not self._watch([(cls, wanted)]) and wanted.named is not None:
+                if not wanted.owner:
+                    self._refuse(wanted.named or path, _is_a_class(f"{wanted.module}:{path}", cls))
+                elif not self._watch([(cls, wanted)]) and wanted.named is not None:
                     self._refuse(wanted.named, f"{wanted.owner} has no {wanted.name}")
             if not (self._late or self._late_patterns):
                 self._stop_building()
@@ -364,7 +411,8 @@ class Targets:
         if function is None:  # a class that says it has no such method
             return None
         if isinstance(function, type):
-            return "it is a class: name a method, Class.__call__ for its calls"
+            path = f"{_module_of(place)}:{place.__qualname__}" if isinstance(place, type) else place.__name__
+            return _is_a_class(f"{path}{'.' if isinstance(place, type) else ':'}{name}", function)
         if not (isinstance(function, _FUNCTIONS) or type(function).__name__ == _CYTHON):
             return f"a {type(function).__qualname__} cannot be measured, functions and methods can"
         before = vars(place).get(name, _ABSENT)
@@ -478,6 +526,13 @@ def _module_of(cls: type) -> str:
 def _alias(module: str) -> str:
     """The script keeps its name in the processes that multiprocessing spawns."""
     return "__main__" if module == "__mp_main__" else module
+
+
+def _is_a_class(written: str, cls: type) -> str:
+    """What is wrong with a class as a target, with a method of it that could be one."""
+    methods = [name for name, entry in vars(cls).items() if type(function_in(entry)) is FunctionType]
+    method = next((name for name in methods if not name.startswith("_")), "__call__")
+    return f"it is a class: name its method, as {written}.{method}"
 
 
 def _is_being_imported(module: ModuleType) -> bool:
