@@ -289,6 +289,65 @@ def test_a_configuration_file_is_the_one_that_says_where_telemetry_goes(tmp_path
     assert (level, more) == (OK, [])
 
 
+def test_a_configuration_file_that_is_not_there_or_is_none_is_a_problem(tmp_path):
+    missing = str(tmp_path / "nope.yaml")
+    for variable in ("OTEL_CONFIG_FILE", "OTEL_EXPERIMENTAL_CONFIG_FILE"):
+        assert told({variable: missing}, "exporter") == [(PROBLEM, f"{missing} ({variable}): no such file")]
+    file = tmp_path / "sdk.yaml"
+    pytest.importorskip("opentelemetry.configuration")
+    file.write_text("file_format: [")
+    ((level, text),) = told({"OTEL_CONFIG_FILE": str(file)}, "exporter")
+    assert level == PROBLEM
+    assert text.startswith(f"{file} (OTEL_CONFIG_FILE) cannot be read: ")
+
+
+def test_the_package_that_reads_a_configuration_file_is_asked_for(tmp_path, monkeypatch):
+    file = tmp_path / "sdk.yaml"
+    file.write_text("file_format: '1.0'")
+    there = doctor_checks._version
+    monkeypatch.setattr(
+        doctor_checks, "_version", lambda name: None if name == "opentelemetry-configuration" else there(name)
+    )
+    said = (
+        "OTEL_CONFIG_FILE is set and opentelemetry-configuration is not installed: "
+        "pip install opentelemetry-configuration"
+    )
+    assert (PROBLEM, said) in told({"OTEL_CONFIG_FILE": str(file)}, "versions")
+    assert (PROBLEM, said) not in told({}, "versions")
+
+
+OPTIONS = """
+file_format: "1.0"
+instrumentation/development:
+  python:
+    torchmem:
+      enabled: true
+      excluded_metrics: [torch.memory.usage]
+      colour: blue
+      targets: [{target: nonsense}]
+"""
+
+
+def test_options_in_the_configuration_file_are_looked_at(tmp_path):
+    file = tmp_path / "sdk.yaml"
+    pytest.importorskip("opentelemetry.configuration")
+    file.write_text(OPTIONS)
+    environ = {"OTEL_CONFIG_FILE": str(file), "OTEL_PYTHON_TORCHMEM_TARGETS": "a.b"}
+    (colour, target) = told(environ, "option")
+    assert colour[1].startswith("unknown option colour='blue' from an argument or the file is ignored")
+    assert target[1].startswith("an argument or the file: 'nonsense' is no target: a target is module:Class")
+    assert doctor_checks.machine(environ).config.excludes("torch.memory.usage")
+
+
+def test_an_otlp_exporter_that_is_not_installed_is_told_with_what_installs_it(monkeypatch):
+    monkeypatch.setattr(doctor_checks.metadata, "entry_points", lambda **_: ())
+    chosen = NOWHERE | {"OTEL_METRICS_EXPORTER": "otlp"}
+    assert next(doctor_checks._exporters(chosen)).text == (
+        "the metrics exporter otlp is not installed: "
+        "pip install 'opentelemetry-instrumentation-torchmem[otlp]'"
+    )
+
+
 # ---- the command ----
 
 
@@ -313,7 +372,9 @@ def command(*arguments: str, environ: dict[str, str]) -> subprocess.CompletedPro
 def test_it_imports_no_torch_and_exits_with_0_where_all_is_sound_and_1_where_it_is_not():
     sound = command("doctor", environ=NOWHERE)
     assert (sound.returncode, sound.stderr) == (0, "False\n")
-    assert sound.stdout.endswith("\nThe installation is sound.\n")
+    seen = "The installation is sound."
+    unseen = "Sound, but no GPU is seen here: nothing of a GPU will be told."
+    assert sound.stdout.endswith(f"\n{seen if doctor_checks._device_files() else unseen}\n")
     unsound = command("doctor", "--json", environ=NOWHERE | {"OTEL_SDK_DISABLED": "true"})
     assert unsound.returncode == 1
     document = json.loads(unsound.stdout)

@@ -21,7 +21,7 @@ from ..advice.overhead import DriverTimes, measure
 from ..advice.rules import Advice, advise, size
 from ..signals import METRICS, REQUEST_METRICS
 from . import doctor_checks
-from .doctor_checks import PROBLEM, Check
+from .doctor_checks import NOTE, PROBLEM, Check
 from .doctor_signals import absences
 from .snapshot_file import SnapshotError, read
 from .snapshot_pickle import printable
@@ -160,7 +160,12 @@ def _check_lines(found: Sequence[Check], times: DriverTimes | None, sound: bool)
         yield f"--  {'driver:':<13} {_times_text(times)}"
     yield ""
     problems = sum(check.level == PROBLEM for check in found)
-    yield "The installation is sound." if sound else f"{problems} to be put right (!!)."
+    if not sound:
+        yield f"{problems} to be put right (!!)."
+    elif any(check.name == "device" and check.level == NOTE for check in found):
+        yield "Sound, but no GPU is seen here: nothing of a GPU will be told."
+    else:
+        yield "The installation is sound."
 
 
 def _times_text(times: DriverTimes) -> str:

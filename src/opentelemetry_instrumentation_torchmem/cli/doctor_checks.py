@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -37,6 +38,8 @@ _OTHERS = ("opentelemetry-sdk", "opentelemetry-distro", "opentelemetry-exporter-
 _CONCERNED = re.compile(r"opentelemetry-|wrapt$|grpcio$|protobuf$")
 _SIGNALS = ("metrics", "traces", "logs")
 _PORTS = {"grpc": 4317, "http/protobuf": 4318, "http/json": 4318}
+_WITH_OTLP = f"pip install '{DISTRIBUTION}[otlp]'"
+_OF_FILES = "opentelemetry-configuration"
 _UNCACHING = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
@@ -63,7 +66,7 @@ def machine(environ: Mapping[str, str]) -> Machine:
         backend = UNCACHED
     elif "backend:cudaMallocAsync" in settings.text.replace(" ", ""):
         backend = ASYNC
-    config = Config.of({}, environ, warn=lambda _: None)
+    config = Config.of(_in_file(environ), environ, warn=lambda _: None)
     tells_fraction = "def get_per_process_memory_fraction" in _file_of_torch("cuda/memory.py")
     without_gpu = _hidden(environ) or ("" if _device_files() else "no GPU's device file is seen")
     return Machine(_release(_version("torch")), backend, settings, config, tells_fraction, without_gpu)
@@ -154,7 +157,7 @@ def _device_files() -> list[str]:
     return []
 
 
-def _requirements(_: Mapping[str, str]) -> Iterator[Check]:
+def _requirements(environ: Mapping[str, str]) -> Iterator[Check]:
     """Whether what is installed goes together, as far as telemetry is concerned."""
     wrong: list[str] = []
     known = {_canonical(each.metadata["Name"] or "") for each in metadata.distributions()}
@@ -182,8 +185,11 @@ def _requirements(_: Mapping[str, str]) -> Iterator[Check]:
         yield from (Check("conflict", PROBLEM, each) for each in wrong)
     else:
         yield Check("versions", OK, ", ".join(versions))
+    if environ.get("OTEL_CONFIG_FILE") and _version(_OF_FILES) is None:
+        text = f"OTEL_CONFIG_FILE is set and {_OF_FILES} is not installed: pip install {_OF_FILES}"
+        yield Check("versions", PROBLEM, text)
     if _version("opentelemetry-sdk") is None:
-        yield Check("sdk", PROBLEM, f"opentelemetry-sdk is not installed: pip install '{DISTRIBUTION}[otlp]'")
+        yield Check("sdk", PROBLEM, f"opentelemetry-sdk is not installed: {_WITH_OTLP}")
 
 
 def _entry_points(_: Mapping[str, str]) -> Iterator[Check]:
@@ -222,7 +228,7 @@ def _switches(environ: Mapping[str, str]) -> Iterator[Check]:
 
 def _options(environ: Mapping[str, str]) -> Iterator[Check]:
     said: list[str] = []
-    config = Config.of({}, environ, warn=said.append)
+    config = Config.of(_in_file(environ), environ, warn=said.append)
     for each in said:
         yield Check("option", PROBLEM, each.removeprefix("torchmem: "))
     for spec in config.targets:
@@ -259,11 +265,40 @@ def _allocator(environ: Mapping[str, str]) -> Iterator[Check]:
         )
 
 
+_FILES = ("OTEL_CONFIG_FILE", "OTEL_EXPERIMENTAL_CONFIG_FILE")
+"""The second is that of older SDKs, which read the file themselves."""
+
+
+def _file(environ: Mapping[str, str]) -> Any:
+    """The SDK's configuration file as the SDK reads it, or the exception; None where it has none to read."""
+    file = environ.get("OTEL_CONFIG_FILE")
+    if not file or not Path(file).is_file() or _version(_OF_FILES) is None:
+        return None
+    try:
+        return importlib.import_module("opentelemetry.configuration").load_config_file(file)
+    except Exception as error:
+        return error
+
+
+def _in_file(environ: Mapping[str, str]) -> dict[str, Any]:
+    """This package's options in the configuration file."""
+    instrumented = getattr(_file(environ), "instrumentation_development", None)
+    python: Mapping[str, Any] = getattr(instrumented, "python", None) or {}
+    options: Mapping[str, Any] = python.get("torchmem") or {}
+    return {name: value for name, value in options.items() if name != "enabled"}
+
+
 def _exporters(environ: Mapping[str, str]) -> Iterator[Check]:
-    file = environ.get("OTEL_CONFIG_FILE") or environ.get("OTEL_EXPERIMENTAL_CONFIG_FILE")
-    if file:
-        level = OK if Path(file).is_file() else PROBLEM
-        yield Check("exporter", level, f"{file} says where telemetry goes: its endpoints are not looked at")
+    variable = next((name for name in _FILES if environ.get(name)), None)
+    if variable is not None:
+        file = environ[variable]
+        if not Path(file).is_file():
+            yield Check("exporter", PROBLEM, f"{file} ({variable}): no such file")
+        elif isinstance(read := _file(environ), Exception):
+            why = (str(read).splitlines() or [repr(read)])[0]
+            yield Check("exporter", PROBLEM, f"{file} ({variable}) cannot be read: {why}")
+        else:
+            yield Check("exporter", OK, f"{file} says where telemetry goes: its endpoints are not looked at")
         return
     asked: dict[tuple[str, int], list[str]] = {}
     default = "otlp" if _version("opentelemetry-distro") else ""
@@ -282,7 +317,8 @@ def _exporters(environ: Mapping[str, str]) -> Iterator[Check]:
                 continue
             group = f"opentelemetry_{signal}_exporter"
             if not any(each.name == name for each in metadata.entry_points(group=group)):
-                yield Check("exporter", PROBLEM, f"the {signal} exporter {name} is not installed")
+                hint = f": {_WITH_OTLP}" if name.startswith("otlp") else ""
+                yield Check("exporter", PROBLEM, f"the {signal} exporter {name} is not installed{hint}")
                 continue
             if name.startswith("otlp"):
                 place = _endpoint(name, signal, environ)
