@@ -3,8 +3,8 @@
 
 The first quarter is for warming up. Of each figure the medians of the two quarters are compared: what comes
 and goes (an outage's queue, a burst of connections) moves a median little, and a leak moves it by all that
-leaked in half of the run. Of objects it is the least: garbage in cycles lies for minutes until it is
-collected. What may be between them is ``BOUNDS``.
+leaked in half of the run. Of objects it is the least, each time counted after a collection. What may be
+between them is ``BOUNDS``.
 """
 
 from __future__ import annotations

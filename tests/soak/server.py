@@ -117,10 +117,17 @@ class Account:
         self._writer.join()
 
     def _count_objects(self) -> None:
-        """The interpreter's blocks of memory: a leak of objects shows here long before it is megabytes."""
+        """The interpreter's blocks of memory: a leak of objects shows here long before it is megabytes.
+
+        Garbage in cycles is none. Two million objects are there from the start, and not looked through again
+        each time.
+        """
+        gc.collect()
+        gc.freeze()
         while True:
+            gc.collect()
             self.note("holds", blocks=sys.getallocatedblocks())
-            time.sleep(0.5)
+            time.sleep(1)
 
     def _write(self, path: Path) -> None:
         with open(path, "w") as file:
