@@ -176,6 +176,10 @@ another, of 6 to 6.5 µs for one with a span 1.5 are the figures and the diction
 thirty looks into the dictionaries that torch makes), 0.8 the shapes and types of the arguments, 0.7 the
 window that tells overlap, 0.7 what keeps a fault on any line of it from the caller, and 0.4 the name of the
 span.
+
+The one goal that is missed is a core's share with a span for each request: 0.5 % of ten seconds is 50 µs a
+request, of which the SDK takes about 40 for a span with its fifteen attributes and three records, whoever makes
+them; what this package adds is 9, and the export 4 ms in all.
 """
 
 
