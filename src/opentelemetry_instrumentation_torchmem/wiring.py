@@ -19,9 +19,9 @@ from . import oom, rooms
 from .allocator.captures import CaptureWatch
 from .allocator.dump import DumpDirectory
 from .allocator.growth import Growth
+from .allocator.peaks import PeakWatch
 from .allocator.pools import PoolWatch
 from .allocator.reading import AllocatorReading
-from .allocator.resets import ResetWatch
 from .allocator.sampler import Sampler, Totals
 from .allocator.settings import SettingsWatch
 from .allocator.snapshot import PoolOn
@@ -79,7 +79,7 @@ class Wiring:
         _tell_unmatched(telemetry, "disabled_targets", config.disabled_targets, BUILT_IN_LABELS)
         windows = self._windows = OpenWindows()
         self._pools = PoolWatch()
-        self._resets = ResetWatch()
+        self._peaks = PeakWatch()
         self._captures = CaptureWatch()
         self._settings = SettingsWatch()
         self._growth = Growth()
@@ -140,7 +140,7 @@ class Wiring:
         )
         self._when_imported("torch.cuda.memory", self._pools.install)
         self._when_imported("torch.cuda.graphs", self._captures.install)
-        self._when_imported("torch", self._resets.install)
+        self._when_imported("torch", self._peaks.install)
         unused = "torch" not in sys.modules
         self._when_imported("torch", lambda torch: self._settings.install(torch, from_the_start=unused))
         self._when_imported("torch", torch_imported)
@@ -212,7 +212,7 @@ class Wiring:
         self._requests.close()
         self._registration.unplug()
         self._pools.remove()
-        self._resets.remove()
+        self._peaks.remove()
         self._captures.remove()
         self._settings.remove()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opentelemetry_instrumentation_torchmem.allocator.reading import AllocatorReading
@@ -237,6 +237,7 @@ def readings(before: dict[str, int], grown: dict[str, int]):
     return (0, 0.0, statistics(**before)), (0, 1.0, statistics(**after))
 
 
+@settings(max_examples=1000)
 @given(
     SOME,
     st.dictionaries(st.sampled_from(FIGURES), st.integers(-1, 2), max_size=3),

@@ -11,8 +11,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from .peaks import RESETS
 from .reading import RawReading
-from .resets import RESETS
 
 _T = TypeVar("_T")
 _W = TypeVar("_W", bound="Window")
@@ -75,7 +75,7 @@ def change(before: RawReading, after: RawReading) -> Change:
     current_b: int = allocated_b["current"]
     delta: int = allocated["current"] - current_b
     peak_growth: int | None = allocated["peak"] - allocated_b["peak"]
-    if RESETS.of_peaks_since(before[1]) or (peak_growth and (peak_growth < 0 or _peaks_were_reset(b, a))):
+    if RESETS.last >= before[1] or (peak_growth and (peak_growth < 0 or _peaks_were_reset(b, a))):
         peak_growth = None
     try:
         retries = a["num_alloc_retries"] - b["num_alloc_retries"]
@@ -241,9 +241,6 @@ class OpenWindows:
             if window not in opened:
                 return 1
             del opened[window]
-            if not opened and not self.counts and window.outer is None:  # it was alone
-                self.count = 0
-                return 1
             most = self._most(window) if self.counts or window.most else window.beside + window.since
             if window.outer is not None:
                 self._unnest(window, window.outer)

@@ -9,9 +9,9 @@ from operator import itemgetter
 from typing import Any
 
 from .. import signals
+from ..allocator.peaks import RESETS
 from ..allocator.pools import LIVING
 from ..allocator.reading import RawReading
-from ..allocator.resets import RESETS
 from ..allocator.sampler import Readings
 from ..allocator.windows import Change, change, followed, nothing_held, total
 from .shapes import Inputs, described
@@ -158,6 +158,8 @@ def steady(before: Any, after: Any, concurrent: int, recording: bool, inputs: In
         current = allocated_b["current"]
         delta = allocated["current"] - current
         turnover = allocated["allocated"] - allocated_b["allocated"]
+        if turnover < 0 or delta != turnover - allocated["freed"] + allocated_b["freed"]:
+            return None
         told = (_usual.get(inputs) or _as_usual(inputs)).copy()
         if index:
             told[_DEVICES] = _NAMES[index]
@@ -170,9 +172,8 @@ def steady(before: Any, after: Any, concurrent: int, recording: bool, inputs: In
             told[_ALLOCATED_DELTA] = delta
         else:
             told[_CONCURRENT], told[_EXCLUSIVE] = concurrent, False
-        split = a.get("inactive_split_bytes")
-        if split is not None and not LIVING:
-            told[_FRAGMENTATION] = split["all"]["current"] / reserved
+        if not LIVING and "inactive_split_bytes" in a:
+            told[_FRAGMENTATION] = a["inactive_split_bytes"]["all"]["current"] / reserved
         return told
     except (TypeError, ValueError, KeyError, IndexError, ZeroDivisionError):
         return None
