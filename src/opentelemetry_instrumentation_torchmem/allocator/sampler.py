@@ -144,13 +144,9 @@ class Sampler:
         known, _ = self._request_devices
         self._request_devices = devices, unused = source.by_context()
         readings = tuple([self._request_reading(source, index) for index in devices])
-        if len(devices) == 1 and not unused and source.raw_statistics is not None:
-            self.only = devices[0], source.raw_statistics
-            if (
-                self._paused or self._pools.suspect
-            ):  # asked once it is set: of two threads the later one unsets it
-                self.only = None
-        else:
+        read = source.raw_statistics
+        self.only = None if unused or len(devices) != 1 or read is None else (devices[0], read)
+        if self._paused or self._pools.suspect:  # once it is set: of two threads the later one unsets it
             self.only = None
         if now > self.look_again or len(devices) > len(known):  # what follows is not for each request
             self._thread.serves = True

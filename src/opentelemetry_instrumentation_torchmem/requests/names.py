@@ -19,29 +19,28 @@ class NameByClass:
         self._owner = owner
         self._attribute = attribute
         self.known: dict[str, str] = {}
-        """By the name of the class of an object that it was called on."""
+        """By the name of the class."""
 
     def of(self, arguments: Sequence[Any]) -> str:
         """The name of a call with these arguments."""
         if not arguments:
             return f"{self._operation} {self._owner}"
         first: object = arguments[0]
-        if isinstance(first, type):
-            return self._of(first)
-        name = type(first).__name__
+        kind = first if isinstance(first, type) else type(first)
+        known = self.known.get(kind.__name__)
+        if known is not None:
+            return known
         if len(self.known) >= self._ENOUGH:
             self.known.clear()
-        return self.known.setdefault(name, self._of(type(first)))
-
-    def _of(self, kind: type) -> str:
         # a static method's first argument is anything
-        return f"{self._operation} {kind.__name__ if hasattr(kind, self._attribute) else self._owner}"
+        owner = kind.__name__ if hasattr(kind, self._attribute) else self._owner
+        return self.known.setdefault(kind.__name__, f"{self._operation} {owner}")
 
 
 SpanName = str | NameByClass
 
 
-def name_of(function: Callable[..., Any], operation: str) -> SpanName:
+def span_name(function: Callable[..., Any], operation: str) -> SpanName:
     """The name of the spans of a function's calls."""
     qualified: str = getattr(function, "__qualname__", operation)
     owner, _, attribute = qualified.rpartition(".")

@@ -298,7 +298,7 @@ class Requests:
                     concurrent = concurrent or self.windows.close(probe)
                     self.tell(probe, concurrent, error, result)
             finally:
-                if probe.measured and not concurrent and probe in self.windows.all_open():
+                if probe.measured and not concurrent:
                     self.windows.close(probe)  # a signal's exception came between
                 if calls.new:
                     span.end(probe.ended_at)

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary, ref
 import wrapt
 
 from ..allocator.source import tracing_call
-from .names import SpanName, name_of
+from .names import SpanName, span_name
 from .probe import Guard, Probe, Requests, Target
 
 _Proxy: Any = wrapt.ObjectProxy
@@ -211,7 +211,7 @@ def _wrap(
 ) -> tuple[Function, Asking]:
     """``call`` is called, ``function`` is what it looks like; ``bound`` if its first argument is what it is
     called on."""
-    calls = requests.calls(target, name or name_of(function, target.operation), bound=bound)
+    calls = requests.calls(target, name or span_name(function, target.operation), bound=bound)
     asking = Asking(calls.begin, target.nested)
     call = call or function
     steps = STEPS.get(getattr(function, "__name__", ""))
