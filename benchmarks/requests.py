@@ -19,7 +19,7 @@ from opentelemetry.context import get_current
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 from opentelemetry.trace import set_span_in_context
 
 from opentelemetry_instrumentation_torchmem.config import Config
@@ -53,9 +53,9 @@ class Ended(SpanProcessor):
 class Bench:
     """The providers that both sides use, and the sides made of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampler: Sampler = ALWAYS_ON) -> None:
         self.processor = Ended()
-        self.traced = TracerProvider()
+        self.traced = TracerProvider(sampler)
         self.traced.add_span_processor(self.processor)
         self.dropped = TracerProvider(sampler=ALWAYS_OFF)
         self.dropped.add_span_processor(self.processor)

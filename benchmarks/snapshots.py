@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median, quantiles
 from time import monotonic, perf_counter, sleep
 from typing import Any
@@ -24,7 +24,8 @@ from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorS
 from opentelemetry_instrumentation_torchmem.allocator.snapshot import Limits, analyse
 from opentelemetry_instrumentation_torchmem.requests.track import track
 
-from .harness import Figure, figures_of, interleaved, of, print_figures, ratio
+from .harness import Figure, Times, figures_of, interleaved, of, print_figures, ratio
+from .requests import Bench
 
 BLOCKS = (1_000, 10_000, 100_000)
 
@@ -70,7 +71,10 @@ def analysis(blocks: int, mode: str, rounds: int) -> list[Figure]:
 def server(blocks: int, mode: str, rounds: int, sampler: Sampler = ALWAYS_ON) -> list[Figure]:
     """Each round is one interval: its requests, and a collection with a snapshot."""
     memory = holes(blocks)
-    collect = instrumented(sampler, snapshot_share=0.1)
+    traced = sampler is ALWAYS_ON
+    bench = Bench(sampler)
+    answer = bench.ours(snapshot_share=0.1)
+    answer_by_hand = Bench().floor(span=traced, records=True)
     now = monotonic()
     taken = 0
     survey.monotonic = lambda: now
@@ -85,13 +89,16 @@ def server(blocks: int, mode: str, rounds: int, sampler: Sampler = ALWAYS_ON) ->
     def export() -> None:
         nonlocal now
         now += INTERVAL
-        collect()
+        bench.reader.collect()
 
     def ours() -> None:
         for _ in range(REQUESTS):
-            with track("answer"):
-                pass
+            answer()
         export()
+
+    def by_hand() -> None:
+        for _ in range(REQUESTS):
+            answer_by_hand()
 
     def reads() -> None:
         read = torch._C._accelerator_getDeviceStats
@@ -99,24 +106,35 @@ def server(blocks: int, mode: str, rounds: int, sampler: Sampler = ALWAYS_ON) ->
             read(0)
             read(0)
 
-    times = interleaved({"ours": ours, "reads": reads, "export": export}, rounds)
+    times = interleaved({"ours": ours, "by hand": by_hand, "reads": reads, "export": export}, rounds)
     del memory
-    share = INTERVAL * 1e6 / 100  # microseconds in a percent of a core
-    above = [(a - b) / share for a, b in zip(times["ours"], times["reads"], strict=True)]
-    exports = [a / share for a in times["export"]]
-    detail = f"{median(times['ours']) / 1000:.1f} against {median(times['reads']) / 1000:.1f} ms"
-    kind = "traced" if sampler is ALWAYS_ON else "metrics alone"
+    kind = "traced" if traced else "metrics alone"
     name = f"a core's share, 100 requests/s, {kind}, {blocks:,} blocks, {mode}"
+    made = "span and records" if traced else "records"
+    readings = "two raw readings a request"
     of_export = f"{median(times['export']) / 1000:.1f} ms; {taken} snapshots in {2 * rounds + 6} intervals"
     return [
-        of(name, "two raw readings a request", above, "%", 0.5, detail),
-        of("of it the export and its snapshot", "nothing", exports, "%", None, of_export),
+        _share(name, readings, times, "ours", "reads", 0.5),
+        _share(f"of it the SDK's own, the same {made} by hand", readings, times, "by hand", "reads"),
+        _share("of it this package's", f"{readings}, {made} by hand", times, "ours", "by hand", 0.5),
+        of("of that the export and its snapshot", "nothing", _shares(times["export"]), "%", None, of_export),
     ]
+
+
+def _share(name: str, against: str, times: Times, side: str, floor: str, goal: float | None = None) -> Figure:
+    above = [a - b for a, b in zip(times[side], times[floor], strict=True)]
+    detail = f"{median(times[side]) / 1000:.1f} against {median(times[floor]) / 1000:.1f} ms"
+    return of(name, against, _shares(above), "%", goal, detail)
+
+
+def _shares(times: Iterable[float]) -> list[float]:
+    """Percent of a core, of microseconds in an interval."""
+    return [each / INTERVAL / 1e4 for each in times]
 
 
 def sampled_out(blocks: int, mode: str, rounds: int) -> list[Figure]:
     """The same without spans."""
-    return server(blocks, mode, rounds, ALWAYS_OFF)[:1]
+    return server(blocks, mode, rounds, ALWAYS_OFF)
 
 
 def pause(blocks: int, mode: str, rounds: int) -> list[Figure]:

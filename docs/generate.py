@@ -71,6 +71,7 @@ def metrics_page() -> str:
         "## Metrics of requests",
         "",
         "Recorded once for each measured call, inside its span: exemplars carry the trace's id.",
+        "A growth of 0 has none.",
         "",
         "| metric | instrument, unit | attributes | meaning |",
         "|---|---|---|---|",

@@ -374,6 +374,8 @@ def test_an_exemplar_leads_to_the_trace_of_the_request_that_grew(own):
             exemplar.trace,
             exemplar.value,
         )
+    growths = [*exemplars, *received.exemplars("torch.memory.request.peak_growth")]
+    assert all(each.value for each in growths), "what grew by nothing leads nowhere"
     durations = {each.span for each in received.exemplars("torch.memory.request.duration")}
     assert durations <= {span.id for span in received.ours}
     assert durations

@@ -58,7 +58,9 @@ _context: ContextVar[Context] = _token.var
 detach(_token)
 
 _WINDOW = create_key("torchmem-window")
-(_SPAN,) = trace.set_span_in_context(INVALID_SPAN, Context())  # two marks in one copy of a context
+_NO_SPAN = trace.set_span_in_context(INVALID_SPAN, Context())
+"""Where a growth of 0 is recorded: an exemplar of it would lead nowhere, and cost a fifth of a record."""
+(_SPAN,) = _NO_SPAN  # two marks in one copy of a context
 _SUPPRESSED = "suppress_instrumentation"
 _NO_KEYWORDS: Mapping[str, Any] = {}
 
@@ -357,9 +359,10 @@ class Requests:
             timed = {**labels, signals.ERROR_TYPE.name: type(failure).__qualname__}
         self.record_duration(probe.ended - probe.began, timed, context)
         if whole.reserved_delta is not None:
-            self.record_growth(max(0, whole.reserved_delta), labels, context)
+            grown = max(0, whole.reserved_delta)
+            self.record_growth(grown, labels, context if grown else _NO_SPAN)
         if exclusive and whole.peak_growth is not None:
-            self.record_peak(whole.peak_growth, labels, context)
+            self.record_peak(whole.peak_growth, labels, context if whole.peak_growth else _NO_SPAN)
         if whole.retries:
             self.add_retries(whole.retries, series.labels, context)
 
@@ -760,9 +763,9 @@ class Probe(Window):
                     if requests.metered and not requests.closed:
                         labels, context = calls.exclusive if concurrent == 1 else calls.shared, self.context
                         requests.record_duration(self.ended - self.began, labels, context)
-                        requests.record_growth(0, labels, context)
+                        requests.record_growth(0, labels, _NO_SPAN)
                         if concurrent == 1:
-                            requests.record_peak(0, labels, context)
+                            requests.record_peak(0, labels, _NO_SPAN)
             finally:
                 if not concurrent:
                     windows.close(self)
