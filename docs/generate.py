@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from opentelemetry_instrumentation_torchmem.config import Config
+from opentelemetry_instrumentation_torchmem.config import OPTIONS
 from opentelemetry_instrumentation_torchmem.signals import (
     EVENTS,
     GUARD_METRICS,
@@ -188,7 +187,7 @@ def _signal(name: str) -> str:
 def readme() -> str:
     """The README, with the table of options as it is in config.py."""
     lines = ["| option, variable | default | meaning |", "|---|---|---|"]
-    for option in fields(Config):
+    for option in OPTIONS.values():
         default = option.default
         shown = ", ".join(default) if isinstance(default, tuple) else str(default).lower()
         names = f"`{option.name}`<br>`OTEL_PYTHON_TORCHMEM_{option.name.upper()}`"

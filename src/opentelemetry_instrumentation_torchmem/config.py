@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import inf
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from .requests.specs import SPANS, TargetSpec, parse_targets
@@ -104,6 +105,11 @@ def _listed(value: object) -> Iterable[object]:
     raise _NotAllowedError("comma-separated names, or a list of names")
 
 
+def told(name: str, value: object, origin: str) -> str:
+    """How every message names what the user gave, and where."""
+    return f"{name}={value!r} (from {origin})"
+
+
 def _option(parse: Callable[[object], Any], default: Any, about: str) -> Any:
     return field(default=default, metadata={"parse": parse, "about": about})
 
@@ -178,6 +184,12 @@ class Config:
     excluded_metrics: tuple[str, ...] = _option(
         _names, (), "Names or globs of metrics that are not made: `torch.memory.host.*`."
     )
+    origins: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
+    """No option: where each that was given came from, by name. What is not among them has its default."""
+
+    def told(self, option: str, value: object) -> str:
+        """How a message names an option with its value, or with one of its values."""
+        return told(option, value, self.origins.get(option, "the default"))
 
     def excludes(self, metric: str) -> bool:
         """Whether a metric is one of the excluded."""
@@ -185,19 +197,23 @@ class Config:
 
     @classmethod
     def of(
-        cls, arguments: Mapping[str, object], environ: Mapping[str, str] = os.environ, warn: Warn = print
+        cls,
+        given: Mapping[str, object],
+        environ: Mapping[str, str] = os.environ,
+        warn: Warn = print,
+        *,
+        given_by: str = "an argument",
     ) -> Config:
         """The options in force. What is wrong is told to ``warn``, one line each, and the default used."""
-        options = {option.name: option for option in fields(cls)}
-        for name in arguments:
-            if name not in options:
-                near = get_close_matches(name, options, 1)
+        for name, value in given.items():
+            if name not in OPTIONS:
+                near = get_close_matches(name, OPTIONS, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 warn(
-                    f"torchmem: unknown option {name}={arguments[name]!r} from an argument or the file "
-                    f"is ignored (allowed are {', '.join(options)}){hint}"
+                    f"torchmem: unknown option {told(name, value, given_by)} is ignored "
+                    f"(allowed are {', '.join(OPTIONS)}){hint}"
                 )
-        known = {f"OTEL_PYTHON_TORCHMEM_{name.upper()}": name for name in options}
+        known = {f"OTEL_PYTHON_TORCHMEM_{name.upper()}": name for name in OPTIONS}
         for variable in environ:
             if variable.startswith("OTEL_PYTHON_TORCHMEM_") and variable not in known:
                 near = get_close_matches(variable, known, 1)
@@ -207,21 +223,22 @@ class Config:
                     f"(allowed are {', '.join(known)}){hint}"
                 )
         chosen: dict[str, Any] = {}
+        origins: dict[str, str] = {}
         for variable, name in known.items():
-            for value, origin in (
-                (arguments.get(name), "an argument or the file"),
-                (environ.get(variable), variable),
-            ):
+            for value, origin in ((given.get(name), given_by), (environ.get(variable), variable)):
                 if value is None or value == "":
                     continue
                 try:
-                    chosen[name] = options[name].metadata["parse"](value)
-                    if name == "targets":
-                        chosen[name] = tuple(replace(spec, origin=origin) for spec in chosen[name])
+                    chosen[name] = OPTIONS[name].metadata["parse"](value)
+                    origins[name] = origin
                 except _NotAllowedError as allowed:
                     warn(
-                        f"torchmem: {name}={value!r} from {origin} is not allowed ({allowed}); "
-                        f"the default {options[name].default!r} is used"
+                        f"torchmem: {told(name, value, origin)} is not allowed ({allowed}); "
+                        f"the default {OPTIONS[name].default!r} is used"
                     )
                 break
-        return cls(**chosen)
+        return cls(**chosen, origins=MappingProxyType(origins))
+
+
+OPTIONS: Mapping[str, Field[Any]] = {each.name: each for each in fields(Config) if "parse" in each.metadata}
+"""The options by name, in the order of the class."""

@@ -6,13 +6,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Collection
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import wrapt
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
 
-from .config import Config
+from .config import Config, told
 from .package import INSTRUMENTS
 from .telemetry import OwnTelemetry
 
@@ -29,6 +30,24 @@ _IN_CODE = {
 """What only code can give: what it must have, and what it must be. Every other keyword is an option."""
 
 
+class _InFile(dict[str, Any]):
+    """The options in the SDK's configuration file."""
+
+
+@dataclass(init=False)
+class _Configuration:
+    """What the SDK makes of them, to give each field as an argument: so those of the file are known as such.
+
+    A field for each option would give the defaults too, which would beat the variables, and one misspelt
+    would keep the SDK from instrumenting.
+    """
+
+    in_file: _InFile
+
+    def __init__(self, /, **options: Any) -> None:
+        self.in_file = _InFile(options)
+
+
 class TorchMemInstrumentor(BaseInstrumentor):
     """Makes the GPU memory of PyTorch's caching allocator visible through OpenTelemetry.
 
@@ -43,6 +62,8 @@ class TorchMemInstrumentor(BaseInstrumentor):
     ``request_hook(span, operation, args, kwargs)`` and ``response_hook(span, operation, result)``.
     """
 
+    configuration = _Configuration
+    """Read by the SDK, where its configuration file names this instrumentor."""
     _instrumented: _Instrumented | None = None
     _telemetry: OwnTelemetry | None = None
     _lock = threading.Lock()
@@ -93,10 +114,15 @@ class _Instrumented:
             if hasattr(given, method):
                 self._in_code[name] = given
             elif given is not None:
-                telemetry.say_once(name, "torchmem: %s=%r from an argument is not %s", name, given, allowed)
+                said = told(name, given, "an argument")
+                telemetry.say_once(name, "torchmem: %s is not %s", said, allowed)
+        options = {name: given for name, given in arguments.items() if name not in _IN_CODE}
+        given_by = "an argument"
+        in_file = options.get("in_file")
+        if isinstance(in_file, _InFile):
+            options, given_by = in_file, "the configuration file"
         self._config = Config.of(
-            {name: value for name, value in arguments.items() if name not in _IN_CODE},
-            warn=lambda line: telemetry.say_once(line, "%s", line),
+            options, warn=lambda line: telemetry.say_once(line, "%s", line), given_by=given_by
         )
         self._wiring: Wiring | None = None
         self._undone = False

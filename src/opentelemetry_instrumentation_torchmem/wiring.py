@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import ModuleType
@@ -75,8 +76,8 @@ class Wiring:
         self._acts: dict[str, list[Callable[[ModuleType], None]]] = {}
         """What is to be done at the imports that are waited for."""
         self._telemetry = telemetry
-        _tell_unmatched(telemetry, "excluded_metrics", config.excluded_metrics, _METRIC_NAMES)
-        _tell_unmatched(telemetry, "disabled_targets", config.disabled_targets, BUILT_IN_LABELS)
+        _tell_unmatched(telemetry, config, "excluded_metrics", _METRIC_NAMES)
+        _tell_unmatched(telemetry, config, "disabled_targets", BUILT_IN_LABELS)
         windows = self._windows = OpenWindows()
         self._pools = PoolWatch()
         self._peaks = PeakWatch()
@@ -105,7 +106,7 @@ class Wiring:
             self._captures,
             oom.OomLog(logger_provider),
             _dumps(config),
-            _dumps_option(config),
+            config.told("oom_dump_dir", config.oom_dump_dir),
             in_flight=self._in_flight,
             live_pools=self._live_pools,
             pool_in_force=self._pools.in_force,
@@ -125,8 +126,12 @@ class Wiring:
             refused=self._ooms.request_was_refused if config.oom_evidence else None,
             grown=self._growth.note,
         )
+        origin = config.origins.get("targets", "")
         self._targets = Targets(
-            self._requests, config.targets, disabled=config.disabled_targets, default_span=config.span
+            self._requests,
+            [replace(spec, origin=origin) for spec in config.targets],
+            disabled=config.disabled_targets,
+            default_span=config.span,
         )
         self._registration.plug(
             Feed(
@@ -223,24 +228,15 @@ def _dumps(config: Config) -> DumpDirectory | None:
     return DumpDirectory(config.oom_dump_dir, config.oom_dump_max_files, config.oom_dump_max_mib << 20)
 
 
-def _dumps_option(config: Config) -> str:
-    """The option as it was given and where, for what is said of it: an argument would beat the variable."""
-    variable = "OTEL_PYTHON_TORCHMEM_OOM_DUMP_DIR"
-    there = os.environ.get(variable, "").strip() == config.oom_dump_dir
-    return f"oom_dump_dir={config.oom_dump_dir!r} (from {variable if there else 'an argument or the file'})"
-
-
-def _tell_unmatched(
-    telemetry: OwnTelemetry, option: str, patterns: Sequence[str], names: Collection[str]
-) -> None:
+def _tell_unmatched(telemetry: OwnTelemetry, config: Config, option: str, names: Collection[str]) -> None:
     """Say of each pattern that fits nothing: a typo would leave on what was to be off."""
+    patterns: Sequence[str] = getattr(config, option)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = get_close_matches(pattern, _globs(names) if "*" in pattern else names, 1, 0.8)
             hint = f"; did you mean {near[0]}?" if near else ""
-            telemetry.say_once(
-                f"{option} {pattern}", "torchmem: %s: %r fits none of them%s", option, pattern, hint
-            )
+            told = config.told(option, pattern)
+            telemetry.say_once(told, "torchmem: %s fits nothing%s", told, hint)
 
 
 def _globs(names: Collection[str]) -> set[str]:

@@ -212,7 +212,7 @@ def test_a_bad_option_is_told_once_and_stops_nothing(gpu, tmp_path):
     assert "torch.memory.limit" in received.metrics
     said = [line for line in done.stderr.splitlines() if "torchmem" in line]
     assert said == [
-        "torchmem: sampling='often' from OTEL_PYTHON_TORCHMEM_SAMPLING is not allowed "
+        "torchmem: sampling='often' (from OTEL_PYTHON_TORCHMEM_SAMPLING) is not allowed "
         "(one of auto, request, always); the default 'auto' is used"
     ]
 
@@ -226,7 +226,9 @@ meter_provider:
 instrumentation/development:
   python:
     torchmem:
-      excluded_metrics: [torch.memory.host.*]
+      excluded_metrics: [torch.memory.host.*, torch.memory.usge]
+      targets: [nonsense]
+      oom_dump_dir: /nowhere/at/all
       sampling: sometimes
       colour: blue
 """
@@ -256,9 +258,13 @@ def test_the_sdks_configuration_file_carries_options(gpu, tmp_path):
     assert "torch.memory.limit" in received.metrics, done.stderr
     assert "torch.memory.host.reserved" not in received.metrics
     said = [line for line in done.stderr.splitlines() if line.startswith("torchmem")]
-    assert len(said) == 2, done.stderr
-    assert "unknown option colour='blue' from an argument or the file" in said[0]
-    assert "sampling='sometimes' from an argument or the file is not allowed" in said[1]
+    assert len(said) == 6, done.stderr
+    assert "unknown option colour='blue' (from the configuration file) is ignored" in said[0]
+    assert "sampling='sometimes' (from the configuration file) is not allowed" in said[1]
+    assert "excluded_metrics='torch.memory.usge' (from the configuration file) fits nothing" in said[2]
+    assert "oom_dump_dir='/nowhere/at/all' (from the configuration file) cannot be written" in said[3]
+    assert "target nonsense (from the configuration file) is not measured" in said[4]
+    assert "no dump of an out of memory error: /nowhere/at/all: No such file" in said[5]
 
 
 def test_a_program_that_never_imports_torch_gets_no_series_and_no_torch(gpu, tmp_path):

@@ -942,7 +942,7 @@ def test_what_cannot_be_dumped_costs_a_log_line(gpu, tmp_path):
     assert got["skipped"] == 4  # it was looked at before, too
     assert gpu.last.stderr.count("torchmem: no dump of an out of memory error") == 1
     assert (
-        f"torchmem: oom_dump_dir={str(tmp_path / 'file')!r} (from an argument or the file) cannot be written "
+        f"torchmem: oom_dump_dir={str(tmp_path / 'file')!r} (from an argument) cannot be written "
         "(Not a directory): no snapshots will be written\n"
     ) in gpu.last.stderr
 

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 
 import pytest
 
 from opentelemetry_instrumentation_torchmem import environment_variables
-from opentelemetry_instrumentation_torchmem.config import Config
+from opentelemetry_instrumentation_torchmem.config import OPTIONS, Config
 
 
 def config(arguments=None, environ=None) -> tuple[Config, list[str]]:
@@ -61,14 +61,14 @@ def test_values_as_the_environment_and_as_files_have_them(option, value, expecte
 def test_a_bad_value_is_told_with_its_origin_and_what_is_allowed(option, value, allowed):
     got, (line,) = config({option: value})
     assert getattr(got, option) == getattr(Config(), option)
-    assert f"{option}={value!r} from an argument or the file" in line
+    assert f"{option}={value!r} (from an argument) is not allowed" in line
     assert allowed in line
 
 
 def test_a_bad_variable_is_named():
     got, (line,) = config(environ={"OTEL_PYTHON_TORCHMEM_MAX_READING_AGE": "soon"})
     assert got.max_reading_age == 15.0
-    assert "max_reading_age='soon' from OTEL_PYTHON_TORCHMEM_MAX_READING_AGE" in line
+    assert "max_reading_age='soon' (from OTEL_PYTHON_TORCHMEM_MAX_READING_AGE)" in line
 
 
 def test_a_bad_argument_does_not_fall_back_to_the_environment():
@@ -76,9 +76,37 @@ def test_a_bad_argument_does_not_fall_back_to_the_environment():
     assert got.sampling == "auto"
 
 
+def test_it_knows_where_each_option_that_was_given_came_from():
+    environ = {
+        "OTEL_PYTHON_TORCHMEM_SPAN": "off",
+        "OTEL_PYTHON_TORCHMEM_TARGETS": "a:b",
+        "OTEL_PYTHON_TORCHMEM_OOM_DUMP_DIR": "/tmp",
+        "OTEL_PYTHON_TORCHMEM_SAMPLING": "",
+    }
+    arguments = {"oom_dump_dir": "/tmp", "snapshot_share": None, "max_reading_age": "soon"}
+    got, _ = config(arguments, environ)
+    assert got.origins == {
+        "span": "OTEL_PYTHON_TORCHMEM_SPAN",
+        "targets": "OTEL_PYTHON_TORCHMEM_TARGETS",
+        "oom_dump_dir": "an argument",  # though the variable says the same
+    }
+    assert got.told("span", got.span) == "span='off' (from OTEL_PYTHON_TORCHMEM_SPAN)"
+    assert got.told("max_reading_age", got.max_reading_age) == "max_reading_age=15.0 (from the default)"
+    assert got == replace(got, origins={})
+    with pytest.raises(TypeError):
+        got.origins["span"] = "elsewhere"
+
+
+def test_the_origins_are_no_option():
+    got, (argument, variable) = config({"origins": {}}, {"OTEL_PYTHON_TORCHMEM_ORIGINS": "x"})
+    assert got.origins == {}
+    assert argument.startswith("torchmem: unknown option origins={} (from an argument) is ignored")
+    assert variable.startswith("torchmem: unknown variable OTEL_PYTHON_TORCHMEM_ORIGINS='x' is ignored")
+
+
 def test_unknown_options_and_variables_are_told_with_the_nearest_name():
     _, (argument,) = config({"samplin": "always"})
-    assert "unknown option samplin='always'" in argument
+    assert "unknown option samplin='always' (from an argument)" in argument
     assert "did you mean sampling?" in argument
     _, (variable,) = config(environ={"OTEL_PYTHON_TORCHMEM_SAMPLNG": "always"})
     assert "unknown variable OTEL_PYTHON_TORCHMEM_SAMPLNG='always'" in variable
@@ -87,9 +115,9 @@ def test_unknown_options_and_variables_are_told_with_the_nearest_name():
 
 def test_every_option_has_its_variable_and_the_module_holds_nothing_else():
     names = {name for name in vars(environment_variables) if not name.startswith("__")}
-    assert names == {f"OTEL_PYTHON_TORCHMEM_{option.name.upper()}" for option in fields(Config)}
+    assert names == {f"OTEL_PYTHON_TORCHMEM_{option.upper()}" for option in OPTIONS}
     assert all(getattr(environment_variables, name) == name for name in names)
 
 
 def test_every_option_says_what_it_is():
-    assert all(option.metadata["about"].endswith(".") for option in fields(Config))
+    assert all(option.metadata["about"].endswith(".") for option in OPTIONS.values())

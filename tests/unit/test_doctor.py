@@ -194,11 +194,26 @@ def test_an_endpoint_that_is_none_is_told_once(endpoint, protocol, said):
 
 
 def test_a_malformed_target_is_a_problem():
-    ((level, text),) = told(NOWHERE | {"OTEL_PYTHON_TORCHMEM_TARGETS": "a.b,a:b"}, "option")
-    assert level == PROBLEM
-    assert text.startswith(
-        "OTEL_PYTHON_TORCHMEM_TARGETS: 'a.b' is no target: a target is module:Class.method"
+    (wrong, right) = told(NOWHERE | {"OTEL_PYTHON_TORCHMEM_TARGETS": "a.b,a:b"}, "option")
+    assert wrong[0] == PROBLEM
+    assert wrong[1].startswith(
+        "targets='a.b' (from OTEL_PYTHON_TORCHMEM_TARGETS) is no target: a target is module:Class.method"
     )
+    assert right == (OK, "targets='a:b' (from OTEL_PYTHON_TORCHMEM_TARGETS)")
+
+
+def test_each_option_that_is_given_is_told_with_where_it_came_from():
+    given = {
+        "OTEL_PYTHON_TORCHMEM_REQUEST_METRICS": "off",
+        "OTEL_PYTHON_TORCHMEM_EXCLUDED_METRICS": "torch.memory.usage,*.host.*",
+        "OTEL_PYTHON_TORCHMEM_SPAN": "",
+    }
+    assert told(NOWHERE, "option") == []
+    assert told(NOWHERE | given, "option") == [
+        (OK, "request_metrics=False (from OTEL_PYTHON_TORCHMEM_REQUEST_METRICS)"),
+        (OK, "excluded_metrics='torch.memory.usage' (from OTEL_PYTHON_TORCHMEM_EXCLUDED_METRICS)"),
+        (OK, "excluded_metrics='*.host.*' (from OTEL_PYTHON_TORCHMEM_EXCLUDED_METRICS)"),
+    ]
 
 
 ACCEPTED = (
@@ -333,9 +348,10 @@ def test_options_in_the_configuration_file_are_looked_at(tmp_path):
     pytest.importorskip("opentelemetry.configuration")
     file.write_text(OPTIONS)
     environ = {"OTEL_CONFIG_FILE": str(file), "OTEL_PYTHON_TORCHMEM_TARGETS": "a.b"}
-    (colour, target) = told(environ, "option")
-    assert colour[1].startswith("unknown option colour='blue' from an argument or the file is ignored")
-    assert target[1].startswith("an argument or the file: 'nonsense' is no target: a target is module:Class")
+    (colour, target, excluded) = told(environ, "option")
+    assert colour[1].startswith("unknown option colour='blue' (from the configuration file) is ignored")
+    assert target[1].startswith("targets='nonsense' (from the configuration file) is no target: a target is")
+    assert excluded == (OK, "excluded_metrics='torch.memory.usage' (from the configuration file)")
     assert doctor_checks.machine(environ).config.excludes("torch.memory.usage")
 
 

@@ -13,18 +13,20 @@ from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor
     ("given", "said"),
     [
         ({"meter_provider": 5},
-         "meter_provider=5 from an argument is not a MeterProvider; the global one is used"),
+         "meter_provider=5 (from an argument) is not a MeterProvider; the global one is used"),
         ({"tracer_provider": "otlp"},
-         "tracer_provider='otlp' from an argument is not a TracerProvider; the global one is used"),
-        ({"request_hook": 5}, "request_hook=5 from an argument is not a function; it is left out"),
+         "tracer_provider='otlp' (from an argument) is not a TracerProvider; the global one is used"),
+        ({"request_hook": 5}, "request_hook=5 (from an argument) is not a function; it is left out"),
         ({"excluded_metrics": ["torch.memory.usge"]},
-         "excluded_metrics: 'torch.memory.usge' fits none of them; did you mean torch.memory.usage?"),
+         "excluded_metrics='torch.memory.usge' (from an argument) fits nothing; "
+         "did you mean torch.memory.usage?"),
         ({"excluded_metrics": ["torch.memory.hst.*"]},
-         "excluded_metrics: 'torch.memory.hst.*' fits none of them; did you mean torch.memory.host.*?"),
+         "excluded_metrics='torch.memory.hst.*' (from an argument) fits nothing; "
+         "did you mean torch.memory.host.*?"),
         ({"disabled_targets": "transfomers.*"},
-         "disabled_targets: 'transfomers.*' fits none of them; did you mean transformers.*?"),
+         "disabled_targets='transfomers.*' (from an argument) fits nothing; did you mean transformers.*?"),
         ({"targets": "no colon"},
-         "target no colon (from an argument or the file) is not measured: a target is module:Class.method"),
+         "target no colon (from an argument) is not measured: a target is module:Class.method"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told_by_its_name_and_the_rest_is_in_force(caplog, given, said):

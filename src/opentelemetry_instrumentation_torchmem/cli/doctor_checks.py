@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -28,6 +28,7 @@ from ..allocator.settings import AllocatorSettings
 from ..allocator.source import ASYNC, NATIVE, UNCACHED
 from ..config import Config
 from ..package import INSTRUMENTS
+from ..requests.specs import TargetSpec
 from .doctor_settings import KNOWN_UNTIL, refused
 from .doctor_signals import Machine, absences
 
@@ -66,7 +67,7 @@ def machine(environ: Mapping[str, str]) -> Machine:
         backend = UNCACHED
     elif "backend:cudaMallocAsync" in settings.text.replace(" ", ""):
         backend = ASYNC
-    config = Config.of(_in_file(environ), environ, warn=lambda _: None)
+    config = _config(environ, lambda _: None)
     tells_fraction = "def get_per_process_memory_fraction" in _file_of_torch("cuda/memory.py")
     without_gpu = _hidden(environ) or ("" if _device_files() else "no GPU's device file is seen")
     return Machine(_release(_version("torch")), backend, settings, config, tells_fraction, without_gpu)
@@ -228,12 +229,22 @@ def _switches(environ: Mapping[str, str]) -> Iterator[Check]:
 
 def _options(environ: Mapping[str, str]) -> Iterator[Check]:
     said: list[str] = []
-    config = Config.of(_in_file(environ), environ, warn=said.append)
+    config = _config(environ, said.append)
     for each in said:
         yield Check("option", PROBLEM, each.removeprefix("torchmem: "))
-    for spec in config.targets:
-        if spec.problem is not None:
-            yield Check("option", PROBLEM, f"{spec.origin}: {spec.target!r} is no target: {spec.problem}")
+    for option in config.origins:
+        value: object = getattr(config, option)
+        for part in cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,):
+            told = config.told(option, part.target if isinstance(part, TargetSpec) else part)
+            if isinstance(part, TargetSpec) and part.problem is not None:
+                yield Check("option", PROBLEM, f"{told} is no target: {part.problem}")
+            else:
+                yield Check("option", OK, told)
+
+
+def _config(environ: Mapping[str, str], warn: Callable[[str], object]) -> Config:
+    """The options of a process that is started with these variables."""
+    return Config.of(_in_file(environ), environ, warn, given_by="the configuration file")
 
 
 def _allocator(environ: Mapping[str, str]) -> Iterator[Check]:
