@@ -181,6 +181,12 @@ class Config:
     oom_dump_max_mib: int = _option(
         _number(int, 0, inf, "a whole number from 0 up"), 256, "How large they may be together, in MiB."
     )
+    live_snapshots: bool = _option(
+        _yes_or_no,
+        False,
+        "Whether this process waits at a local socket for `torchmem snapshot --pid`, and gives its own user "
+        "and root the allocator's snapshot.",
+    )
     excluded_metrics: tuple[str, ...] = _option(
         _names, (), "Names or globs of metrics that are not made: `torch.memory.host.*`."
     )

@@ -38,5 +38,8 @@ OTEL_PYTHON_TORCHMEM_OOM_DUMP_MAX_FILES = "OTEL_PYTHON_TORCHMEM_OOM_DUMP_MAX_FIL
 OTEL_PYTHON_TORCHMEM_OOM_DUMP_MAX_MIB = "OTEL_PYTHON_TORCHMEM_OOM_DUMP_MAX_MIB"
 """How large they may be together, in MiB: 256."""
 
+OTEL_PYTHON_TORCHMEM_LIVE_SNAPSHOTS = "OTEL_PYTHON_TORCHMEM_LIVE_SNAPSHOTS"
+"""Whether this process waits for ``torchmem snapshot --pid``: ``true`` or ``false``."""
+
 OTEL_PYTHON_TORCHMEM_EXCLUDED_METRICS = "OTEL_PYTHON_TORCHMEM_EXCLUDED_METRICS"
 """Comma-separated names or globs of metrics that are not made: ``torch.memory.host.*``."""

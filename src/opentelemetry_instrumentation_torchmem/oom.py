@@ -25,7 +25,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from . import signals
 from .allocator.captures import CaptureWatch
-from .allocator.dump import DumpDirectory, NotWrittenError
+from .allocator.dump import DumpDirectory, NotWrittenError, as_torch_writes_it
 from .allocator.reading import AllocatorReading, DriverMemory, external
 from .allocator.recorder import Brief, in_brief, thinned
 from .allocator.rules import LARGE, Rules
@@ -591,7 +591,7 @@ class OomWatch:
         if self._dumps is None or snapshot is None:
             return None
         try:
-            return self._dumps.write(_as_torch_writes_it(snapshot))
+            return self._dumps.write(as_torch_writes_it(snapshot))
         except NotWrittenError as error:
             self._not_dumped(error)
         except Exception as error:  # a recursion limit, no memory on the host
@@ -696,13 +696,6 @@ def _state(
     used_elsewhere = external(reading, DriverMemory(free, driver.total))
     current = device_map is not None and device_map.is_of(reading)
     return DeviceState(reading, 0.0, {}, driver.total, used_elsewhere, device_map, map_is_current=current)
-
-
-def _as_torch_writes_it(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """A snapshot as torch's own tools open it: they look for the traces, which are not copied."""
-    devices = 1 + max((segment["device"] for segment in snapshot["segments"]), default=0)
-    traces: list[list[Any]] = [[] for _ in range(devices)]
-    return {"allocator_settings": {}, **snapshot, "device_traces": traces}
 
 
 Emit = Callable[[str, Attributes, Context | None, SeverityNumber], None]

@@ -18,12 +18,20 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Mapping
 from typing import Any
 
 _NAME = re.compile(r"\.?torchmem-oom-.*\.pickle(\.partial)?")
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 _ABOVE = _DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # one may pass and not read
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def as_torch_writes_it(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot as torch's own tools open it: they look for the traces, which are not copied."""
+    devices = 1 + max((segment["device"] for segment in snapshot["segments"]), default=0)
+    traces: list[list[Any]] = [[] for _ in range(devices)]
+    return {"allocator_settings": {}, **snapshot, "device_traces": traces}
 
 
 class NotWrittenError(Exception):

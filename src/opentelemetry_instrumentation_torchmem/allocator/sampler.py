@@ -19,7 +19,7 @@ from .settings import AllocatorSettings
 from .snapshot import DeviceMap
 from .source import Device, Source, initialised_torch
 from .state import DeviceState
-from .survey import Survey, Surveyed
+from .survey import NoSnapshotError, Survey, Surveyed
 from .windows import OpenWindows
 
 COUNTERS = (
@@ -202,6 +202,27 @@ class Sampler:
             yield
         finally:
             self._paused = False
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """The allocator's own snapshot, for somebody who has asked this process for one.
+
+        Raises:
+            NoSnapshotError: there is none, or it may not be taken.
+        """
+        source, thread = self.source(), get_ident()
+        if source is None or self._survey is None:
+            raise NoSnapshotError("it uses no CUDA device")
+        if self._pools.suspect and self._sampling != "always":
+            raise NoSnapshotError(
+                "a snapshot could hang it: it has a memory pool with an allocator of its own"
+            )
+        self._collecting.add(thread)
+        try:
+            if self._paused:
+                raise NoSnapshotError("its guard is giving memory back")
+            return self._survey.asked(source)
+        finally:
+            self._collecting.discard(thread)
 
     def collect(self, *, fresh: bool = False) -> Collection | None:
         """What is known of every used device, or None while there is nothing that may be read.

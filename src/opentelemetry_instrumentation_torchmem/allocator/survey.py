@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from time import monotonic, perf_counter, sleep
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..telemetry import OwnTelemetry
 from .captures import CaptureWatch
@@ -30,6 +30,14 @@ OVERDUE = 60.0
 """Seconds without such a moment after which a snapshot is taken beside requests."""
 SOON, CHEAP = 10.0, 0.01
 """The same where the last one took no longer than so many seconds: no request notices one of these."""
+
+
+ASKED_WAIT = 5.0
+"""Seconds that somebody who has asked for a snapshot waits for an idle moment."""
+
+
+class NoSnapshotError(Exception):
+    """There is none to be had; the message says why."""
 
 
 def _nothing_read(_: int) -> AllocatorReading | None:
@@ -133,6 +141,25 @@ class Survey:
             else found._replace(map=None)
             for index, found in self._surveyed.items()
         }
+
+    def asked(self, source: Source) -> Mapping[str, Any]:
+        """The allocator's own snapshot, for somebody who has asked for one: in a moment without a request
+        where one comes soon enough, else beside them. The budget is that of those that nobody asks for.
+
+        Raises:
+            NoSnapshotError: the backend has none, or a capture does not end.
+        """
+        if source.backend != NATIVE:
+            raise NoSnapshotError(f"the allocator's backend is {source.backend}, which has no snapshots")
+        until = monotonic() + ASKED_WAIT
+        while (self._captures.under_way or self._windows.count) and monotonic() < until:
+            sleep(IDLE_WAIT / 20)
+        began = perf_counter()
+        snapshot = self._captures.while_none(source.snapshot)
+        if snapshot is None:
+            raise NoSnapshotError("it captures a CUDA graph")
+        self._telemetry.spent("snapshot", perf_counter() - began)
+        return snapshot
 
     def take_over(self, device: int, found: Surveyed) -> None:
         """Someone else's look at a device: an out of memory error's. As fresh as one of our own."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torchmem snapshot FILE`: what a memory snapshot holds, as a summary and a picture.
+"""`torchmem snapshot`: what a memory snapshot holds, of a file or a live process, as a summary and a picture.
 
 Importing it needs none of the `cli` extra's packages; ``run`` does. It needs no torch and no GPU.
 """
@@ -10,7 +10,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO, cast
@@ -18,14 +18,18 @@ from typing import TextIO, cast
 from ..allocator.rules import Rules
 from ..allocator.settings import AllocatorSettings
 from ..allocator.snapshot import analyse
-from .snapshot_file import MAX_BLOCKS, MAX_FILE, MEMORY_FACTOR, Snapshot, SnapshotError, read
+from . import snapshot_live
+from .snapshot_file import MAX_BLOCKS, MAX_FILE, MEMORY_FACTOR, Snapshot, SnapshotError, parse, read
 from .snapshot_pickle import printable
 
-ABOUT = "memory map of a snapshot file, as a summary and a picture"
+ABOUT = "memory map of a snapshot file or a live process, as a summary and a picture"
 DESCRIPTION = f"""\
-Reads what torch.cuda.memory._dump_snapshot(FILE) wrote, prints a summary, and draws the memory map: the
-segments in rows, blocks by state, holes, the largest free block of each pool and stream. The picture is one
-file without scripts, HTML or SVG. No torch and no GPU are needed.
+Reads what torch.cuda.memory._dump_snapshot(FILE) wrote, or asks a live process; prints a summary and draws
+the memory map: the segments in rows, blocks by state, holes, the largest free block of each pool and stream.
+The picture is one file without scripts, HTML or SVG. No torch and no GPU are needed.
+
+A process that runs with OTEL_PYTHON_TORCHMEM_LIVE_SNAPSHOTS=true can be asked, by its own user or root, from
+inside its container. Its interpreter is held for a tenth of a second where there are 100,000 blocks.
 
 The file need not be trusted: plain data is read from it and everything else is refused by its name. At
 most {MAX_BLOCKS:,} segments and blocks are read, with about {MEMORY_FACTOR + 1} times --max-size of memory.
@@ -39,7 +43,9 @@ _SUFFIXES = (".html", ".svg")
 class Options:
     """The command's options; each field is the option of its name."""
 
-    file: Path
+    file: Path | None
+    pid: int | None
+    save: Path | None
     output: Path | None
     force: bool
     no_picture: bool
@@ -50,7 +56,15 @@ class Options:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="the snapshot, a pickle")
+    one_of = parser.add_mutually_exclusive_group(required=True)
+    one_of.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the snapshot, a pickle")
+    one_of.add_argument("--pid", type=_positive, metavar="PID", help="a live process that is asked for one")
+    add(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="with --pid: where to keep the snapshot itself, for this command and PyTorch's memory_viz",
+    )
     add(
         "--output",
         type=_picture,
@@ -87,16 +101,18 @@ def run(arguments: argparse.Namespace) -> int:
     stdout: TextIO = sys.stdout
     if isinstance(stdout, io.TextIOWrapper):
         cast("io.TextIOWrapper", stdout).reconfigure(errors="replace")
-    output = None if options.no_picture else options.output or Path(f"{options.file.stem}.html")
-    name = printable(options.file.name)
-    if output is not None and not options.force and os.path.lexists(output):
-        return _error(
-            f"{printable(str(output), 500)} exists already: another --output, or --force to replace it"
-        )
-    if output is not None and output.exists() and options.file.exists() and output.samefile(options.file):
-        return _error(f"{printable(str(output), 500)} is the snapshot itself: another --output")
+    if options.file is not None:
+        source, name, stem = str(options.file), options.file.name, options.file.stem
+    else:
+        source = name = f"process {options.pid}"
+        stem = f"torchmem-{options.pid}"
+    source, name = printable(source, 500), printable(name)
+    output = None if options.no_picture else options.output or Path(f"{stem}.html")
+    wrong = _cannot_be_written(options, output)
+    if wrong is not None:
+        return _error(wrong)
     try:
-        snapshot = read(options.file, options.max_size * _MIB)
+        snapshot = _read(options)
         settings = _settings_of(snapshot)
         lines = list(snapshot_text.summary(name, snapshot, analyse(snapshot.raw, settings, {}), options.top))
         if output is not None:
@@ -105,14 +121,41 @@ def run(arguments: argparse.Namespace) -> int:
                 picture = snapshot_picture.svg(name, groups, rules)
             else:
                 picture = snapshot_picture.page(name, groups, rules, lines)
-            _write(output, picture, force=options.force)
+            _write(output, picture.encode(), force=options.force)
     except SnapshotError as error:
-        return _error(f"{printable(str(options.file), 500)}: {error}")
+        return _error(f"{source}: {error}")
     except MemoryError:
-        return _error(f"{printable(str(options.file), 500)}: not enough memory to read it")
-    except OSError as error:
-        return _error(f"{printable(str(output), 500)}: {error.strerror}")
-    return _tell(lines, output)
+        return _error(f"{source}: not enough memory to read it")
+    except _NotWrittenError as error:
+        return _error(str(error))
+    return _tell(lines, {"snapshot": options.save, "picture": output})
+
+
+def _cannot_be_written(options: Options, output: Path | None) -> str | None:
+    """Why a file that is to be written cannot be, as far as that shows before."""
+    if options.save is not None and options.file is not None:
+        return "--save goes with --pid: FILE is the snapshot already"
+    if output is not None and options.save is not None and output.absolute() == options.save.absolute():
+        return f"--output and --save are both {printable(str(output), 500)}"
+    for option, path in (("--output", output), ("--save", options.save)):
+        if path is None or not os.path.lexists(path):
+            continue
+        shown = printable(str(path), 500)
+        if not options.force:
+            return f"{shown} exists already: another {option}, or --force to replace it"
+        if options.file is not None and options.file.exists() and path.samefile(options.file):
+            return f"{shown} is the snapshot itself: another {option}"
+    return None
+
+
+def _read(options: Options) -> Snapshot:
+    most = options.max_size * _MIB
+    if options.pid is None:
+        return read(cast("Path", options.file), most)
+    data = snapshot_live.ask(options.pid, most)
+    if options.save is not None:
+        _write(options.save, data, force=options.force, mode=0o600)
+    return parse(data, most)
 
 
 def _settings_of(snapshot: Snapshot) -> AllocatorSettings:
@@ -123,24 +166,32 @@ def _settings_of(snapshot: Snapshot) -> AllocatorSettings:
     return replace(settings, expandable_segments=any(segment.expandable for segment in snapshot.segments))
 
 
-def _write(output: Path, text: str, *, force: bool) -> None:
+class _NotWrittenError(Exception):
+    """A file could not be written; the message says which and why."""
+
+
+def _write(path: Path, content: bytes, *, force: bool, mode: int = 0o666) -> None:
     """Writes the file whole, or leaves none behind."""
-    with open(output, "w" if force else "x", encoding="utf-8") as opened:
-        try:
-            opened.write(text)
-            opened.flush()
-        except OSError:
-            if output.is_file():
-                output.unlink()
-            raise
+    try:
+        with open(path, "wb" if force else "xb", opener=lambda name, how: os.open(name, how, mode)) as opened:
+            try:
+                opened.write(content)
+                opened.flush()
+            except OSError:
+                if path.is_file():
+                    path.unlink()
+                raise
+    except OSError as error:
+        raise _NotWrittenError(f"{printable(str(path), 500)}: {error.strerror}") from None
 
 
-def _tell(lines: Sequence[str], output: Path | None) -> int:
+def _tell(lines: Sequence[str], written: Mapping[str, Path | None]) -> int:
     try:
         for line in lines:
             print(line)
-        if output is not None:
-            print(f"\npicture: {printable(str(output), 500)}")
+        for what, path in written.items():
+            if path is not None:
+                print(f"\n{what}: {printable(str(path), 500)}")
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read has ended, as `head` does. Python would complain once more when it exits.

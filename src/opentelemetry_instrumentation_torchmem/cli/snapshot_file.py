@@ -102,6 +102,15 @@ def read(file: Path, max_file: int = MAX_FILE) -> Snapshot:
         raise SnapshotError(error.strerror or str(error)) from None
     if not data:
         raise SnapshotError("the file is empty")
+    return parse(data, max_file)
+
+
+def parse(data: bytes, max_file: int = MAX_FILE) -> Snapshot:
+    """Checks what such a file holds.
+
+    Raises:
+        SnapshotError: as for ``read``.
+    """
     try:
         whole = load(data, MEMORY_FACTOR * max_file)
     except TooMuchError as error:
