@@ -34,10 +34,10 @@ from .metrics import Feed, is_set, registration
 from .package import NAME
 from .requests import track
 from .requests.compiled import COMPILER, CompiledCalls
+from .requests.compiler import torch_imported
 from .requests.probe import Hook, Requests
 from .requests.specs import BUILT_IN_LABELS
 from .requests.targets import Targets
-from .requests.wrapping import torch_imported
 from .signals import GUARD_METRICS, METRICS, REQUEST_METRICS
 from .telemetry import OwnTelemetry
 from .version import __version__

@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
-from opentelemetry_instrumentation_torchmem.requests import wrapping
+from opentelemetry_instrumentation_torchmem.requests import compiler
 from opentelemetry_instrumentation_torchmem.requests.probe import Target
 from opentelemetry_instrumentation_torchmem.requests.track import track
 from opentelemetry_instrumentation_torchmem.requests.wrapping import wrap_attribute
@@ -67,20 +67,20 @@ class Calling(Net):
 
 @pytest.fixture(autouse=True)
 def pass_through_known() -> Iterator[None]:
-    before = wrapping.compiling, wrapping.tracing
-    wrapping.torch_imported(torch)
+    before = compiler.compiling, compiler.tracing
+    compiler.torch_imported(torch)
     yield
-    wrapping.compiling, wrapping.tracing = before
+    compiler.compiling, compiler.tracing = before
 
 
 def test_before_torch_2_3_the_compilers_own_answer_is_taken(monkeypatch):
     """It comes with the compiler, which most processes never import."""
-    monkeypatch.setattr(wrapping, "compiling", wrapping._before_torch)
+    monkeypatch.setattr(compiler, "compiling", compiler._before_torch)
     answers = [False, True]
     monkeypatch.setattr(torch._dynamo, "is_compiling", lambda: answers.pop(0))
     older = types.SimpleNamespace(compiler=types.SimpleNamespace(), jit=torch.jit)
-    wrapping.torch_imported(older)
-    assert [wrapping.compiling(), wrapping.compiling()] == [False, True]
+    compiler.torch_imported(older)
+    assert [compiler.compiling(), compiler.compiling()] == [False, True]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from opentelemetry.trace import StatusCode
 
-from opentelemetry_instrumentation_torchmem.requests import wrapping
+from opentelemetry_instrumentation_torchmem.requests import compiler
 from opentelemetry_instrumentation_torchmem.requests.track import (
     activate,
     deactivate,
@@ -370,7 +370,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def _compiler():
-    wrapping.torch_imported(torch)
+    compiler.torch_imported(torch)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

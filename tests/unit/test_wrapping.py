@@ -142,8 +142,9 @@ def test_what_is_no_stream_is_the_callers_own(measured, make):
     assert len(measured.spans()) == 1
 
 
+@pytest.mark.parametrize("iterator", [False, True])
 @pytest.mark.parametrize("function", [coroutine, generator, async_generator])
-def test_a_stream_that_a_plain_function_returns_is_followed(measured, function):
+def test_a_stream_that_a_plain_function_returns_is_followed(measured, function, iterator):
     @functools.wraps(function)
     def decorated(*arguments: Any) -> Any:
         inside.append(trace.get_current_span().name)
@@ -151,7 +152,7 @@ def test_a_stream_that_a_plain_function_returns_is_followed(measured, function):
 
     inside: list[str] = []
     before = context.get_current()
-    result, bare = measured.wrap(decorated)("hello", 2), function("hello", 2)
+    result, bare = measured.wrap(decorated, iterator=iterator)("hello", 2), function("hello", 2)
     assert type(result) is type(bare)
     assert (result.__name__, result.__qualname__) == (bare.__name__, bare.__qualname__)
     run(lambda: bare)
@@ -996,8 +997,9 @@ def test_classes_that_come_and_go_are_not_kept(measured):
 
 def test_wrapping_imports_no_torch():
     code = (
-        "import sys, opentelemetry_instrumentation_torchmem.requests.wrapping as w;"
-        "print('torch' in sys.modules, w.compiling(), w.tracing())"
+        "import sys, opentelemetry_instrumentation_torchmem.requests.wrapping;"
+        "from opentelemetry_instrumentation_torchmem.requests import compiler;"
+        "print('torch' in sys.modules, compiler.compiling(), compiler.tracing())"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["False", "False", "False"]

@@ -17,8 +17,9 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
-from . import track, wrapping
-from .wrapping import Asking, Function, asking_of
+from . import compiler, track
+from .asking import Asking, Function, asking_of
+from .iterators import followed
 
 COMPILER = "torch._dynamo.eval_frame"
 """The module that is waited for: most processes never import it."""
@@ -43,12 +44,12 @@ class CompiledCalls:
         self._holders: dict[int, ref[Any]] = {}
         """The models that hold what was compiled, by their ids."""
 
-    def install(self, compiler: ModuleType) -> None:
+    def install(self, dynamo: ModuleType) -> None:
         """Measure what is compiled from now on, and what models hold that were compiled before."""
-        optimized: Any = vars(compiler)["OptimizedModule"]
+        optimized: Any = vars(dynamo)["OptimizedModule"]
         self._models = track.calls_of(optimized)
         self._models.look_inside(_call_of_compiled)
-        self._hear(vars(compiler)["_TorchDynamoContext"], getattr(optimized, "_initialize", None))
+        self._hear(vars(dynamo)["_TorchDynamoContext"], getattr(optimized, "_initialize", None))
         if self._came_first:
             for model in _holding_compiled(self._own, sys.modules["torch"].nn.Module):
                 if not isinstance(model, optimized):
@@ -176,7 +177,7 @@ def _outside(
     it is bound to."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if wrapping.compiling() or wrapping.tracing():
+        if compiler.compiling() or compiler.tracing():
             return compiled(*args, **kwargs)
         seen = args if first is None else (first(), *args)
         return _around(askings(), compiled, seen, args, kwargs)
@@ -221,7 +222,7 @@ def _around(
     finally:
         if token is not None:
             _expected.reset(token)
-    return result if probe is None else wrapping.followed(probe, result)
+    return result if probe is None else followed(probe, result)
 
 
 # what runs in eager mode after all

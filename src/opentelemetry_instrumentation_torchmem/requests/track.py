@@ -21,11 +21,13 @@ import wrapt
 from opentelemetry.trace import INVALID_SPAN
 from opentelemetry.util.types import AttributeValue
 
-from . import wrapping
+from . import compiler
+from .asking import Asking, asking_of
 from .names import SpanName
 from .probe import Calls, Guard, Probe, Requests, Target
 from .specs import SPANS
 from .targets import function_in
+from .wrapping import wrap
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -41,7 +43,7 @@ class _Active:
 
 def _torch_imported(torch: Any) -> None:
     with suppress(Exception):  # what escapes would fail the user's import
-        wrapping.torch_imported(torch)
+        compiler.torch_imported(torch)
 
 
 wrapt.register_post_import_hook(
@@ -106,7 +108,7 @@ class _Measured:
 
     def wrap(self, function: Callable[..., Any], name: SpanName | None = None) -> Callable[..., Any]:
         """The function, measured."""
-        return wrapping.wrap(function, self.target, cast("Requests", self), name)
+        return wrap(function, self.target, cast("Requests", self), name)
 
 
 _named: WeakSet[_Measured] = WeakSet()
@@ -189,7 +191,7 @@ class Tracked:
         self.__exit__(kind, error, traceback)
 
     def __enter__(self) -> Request:
-        if wrapping.compiling() or wrapping.tracing():
+        if compiler.compiling() or compiler.tracing():
             return Request(None)
         who = _who()
         probe = self._measured(None, self._name or "block").begin()
@@ -205,7 +207,7 @@ class Tracked:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if wrapping.compiling() or wrapping.tracing() or not self._guards:  # entered in a compiled region
+        if compiler.compiling() or compiler.tracing() or not self._guards:  # entered in a compiled region
             return
         who = _who()
         if who not in self._guards:  # left on another thread or task than entered
@@ -351,10 +353,10 @@ class ModelCalls:
             self.remove()
         self._let_go()
 
-    def asking(self, model: object) -> wrapping.Asking | None:
+    def asking(self, model: object) -> Asking | None:
         """How a model's calls are asked for; None for one that is not measured."""
         found = self._measured.get(id(model))
-        return wrapping.asking_of(found[-1][1]) if found else None
+        return asking_of(found[-1][1]) if found else None
 
     def stands_for(self, entry: object) -> bool:
         """Whether a class's entry is our ``__call__``."""
@@ -372,7 +374,7 @@ class ModelCalls:
         calls = self
 
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if wrapping.compiling() or wrapping.tracing():
+            if compiler.compiling() or compiler.tracing():
                 return calls.pass_on(model, *args, **kwargs)
             return calls.wrapped(model)(model, *args, **kwargs)
 
