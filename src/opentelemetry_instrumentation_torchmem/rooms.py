@@ -11,7 +11,7 @@ from opentelemetry._logs import LoggerProvider
 from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import TracerProvider
 
-from .allocator.captures import CaptureWatch
+from .allocator.captures import CaptureWatch, note_older
 from .allocator.growth import Growth
 from .allocator.pools import PoolWatch
 from .allocator.sampler import Sampler
@@ -45,6 +45,7 @@ class Rooms:
         survey = Survey(telemetry, windows, captures, live_pools=lambda: pools.owned() | captures.owned())
         wrapt.register_post_import_hook(pools.install, "torch.cuda.memory")
         wrapt.register_post_import_hook(captures.install, "torch.cuda.graphs")
+        wrapt.register_post_import_hook(lambda _: note_older(pools, captures), "torch")
         sampler = Sampler(telemetry, pools, windows, survey=survey)
         return cls(sampler, windows, captures, Growth(), telemetry, settle=_nothing, excludes=lambda _: False)
 

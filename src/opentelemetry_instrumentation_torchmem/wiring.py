@@ -17,7 +17,7 @@ from opentelemetry.metrics import MeterProvider, get_meter_provider
 from opentelemetry.trace import ProxyTracerProvider, TracerProvider, get_tracer, get_tracer_provider
 
 from . import oom, rooms
-from .allocator.captures import CaptureWatch
+from .allocator.captures import CaptureWatch, note_older
 from .allocator.dump import DumpDirectory
 from .allocator.growth import Growth
 from .allocator.peaks import PeakWatch
@@ -133,6 +133,13 @@ class Wiring:
             disabled=config.disabled_targets,
             default_span=config.span,
         )
+        # before anybody reads: beside some pools that must not be
+        self._when_imported("torch.cuda.memory", self._pools.install)
+        self._when_imported("torch.cuda.graphs", self._captures.install)
+        self._when_imported("torch", lambda _: note_older(self._pools, self._captures))
+        self._when_imported("torch", self._peaks.install)
+        unused = "torch" not in sys.modules
+        self._when_imported("torch", lambda torch: self._settings.install(torch, from_the_start=unused))
         self._registration.plug(
             Feed(
                 sampler,
@@ -143,11 +150,6 @@ class Wiring:
                 ooms=self._ooms.counts,
             )
         )
-        self._when_imported("torch.cuda.memory", self._pools.install)
-        self._when_imported("torch.cuda.graphs", self._captures.install)
-        self._when_imported("torch", self._peaks.install)
-        unused = "torch" not in sys.modules
-        self._when_imported("torch", lambda torch: self._settings.install(torch, from_the_start=unused))
         self._when_imported("torch", torch_imported)
         if config.oom_evidence:
             oom.activate(self._ooms)

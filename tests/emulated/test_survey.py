@@ -16,8 +16,8 @@ from exported import Traced
 from together import Together
 from watched import Clock, Watched, take
 
-from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor
-from opentelemetry_instrumentation_torchmem.allocator import captures, sampler, source, survey
+from opentelemetry_instrumentation_torchmem import TorchMemInstrumentor, rooms
+from opentelemetry_instrumentation_torchmem.allocator import captures, pools, sampler, source, survey
 from opentelemetry_instrumentation_torchmem.requests.track import track
 
 pytestmark = pytest.mark.needs_emulation
@@ -603,6 +603,7 @@ def pools_made_before() -> list:
         kept.append(OlderPool(allocator))
         watch = PoolWatch()
         watch.install(SimpleNamespace(MemPool=OlderPool))
+        captures.note_older(watch)
         told.append(watch.suspect)
         watch.remove()
     watched = Watched()
@@ -619,6 +620,39 @@ def pools_made_before() -> list:
 def test_a_pool_made_before_is_suspect_unless_it_was_seen_or_tells_that_it_has_no_allocator(gpu):
     told, _ = gpu.run(pools_made_before, memory="1GiB")
     assert told == [False, True, False, True]
+
+
+def one_walk() -> list:
+    import gc
+
+    import torch
+
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
+    with torch.cuda.graph(graph, pool=pool.id):
+        kept = take(MIB)
+    other = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(other):
+        kept = [kept, take(MIB)]
+    walks = []
+    walk = gc.get_referrers
+
+    def counted(*classes):
+        walks.append([each.__name__ for each in classes])
+        return walk(*classes)
+
+    gc.get_referrers = counted
+    TorchMemInstrumentor().instrument()
+    gc.get_referrers = walk
+    owned = rooms.wired().captures.owned()
+    known = {reference() for reference in pools.LIVING}
+    return [walks, owned == {(0, graph.pool()), (0, other.pool())}, known == {graph, other, pool}, len(kept)]
+
+
+def test_what_was_made_before_is_found_in_one_walk_over_the_heap(gpu):
+    walks, owned, known, _ = gpu.run(one_walk, memory="1GiB")
+    assert walks == [["MemPool", "_CUDAAllocator", "CUDAPluggableAllocator", "CUDAGraph"]]
+    assert owned
+    assert known
 
 
 def test_beside_such_a_pool_the_user_may_insist(gpu, pluggable):

@@ -153,8 +153,8 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "allocator/pools.py",
-                        "                self._become_suspect()\n                _suspects.append(True)\n",
-                        "                pass\n",
+                        "            self._become_suspect()\n            _suspects.append(True)\n",
+                        "            pass\n",
                         "a pool with an allocator of its own is noted when it is made",
                     )
                 ],
@@ -171,7 +171,7 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "allocator/captures.py",
-                        "        self._capturing.add(graph)\n",
+                        "            self._capturing.add(graph)\n",
                         "",
                         "captures are noted on whichever thread they begin",
                     )

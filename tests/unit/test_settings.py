@@ -113,6 +113,19 @@ def test_settings_made_unseen_are_in_doubt():
     assert settings_in_force(torch, ENVIRONMENT, seen).in_doubt
 
 
+def test_whoever_wraps_ours_brings_no_doubt_when_it_is_watched_again():
+    torch, watch, seen = watched_torch()
+    ours = torch._C._accelerator_setAllocatorSettings
+    torch._C._accelerator_setAllocatorSettings = lambda text: ours(text)  # noted by both, one would be unseen
+    watch.remove()
+    SettingsWatch(seen).install(torch, from_the_start=False)
+    torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:40")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    settings = settings_in_force(torch, ENVIRONMENT, seen)
+    assert (settings.large_segment_size, settings.expandable_segments) == (40 * MIB, True)
+    assert not settings.in_doubt
+
+
 def test_settings_that_torch_refused_are_in_doubt_for_it_may_have_taken_some():
     torch, _, seen = watched_torch()
     with pytest.raises(ValueError, match="Unrecognized"):

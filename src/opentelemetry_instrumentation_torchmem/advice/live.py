@@ -307,4 +307,4 @@ def _graph_pools(torch: Any) -> list[tuple[int, int]]:
 
 
 def _lives(kind: type | None) -> bool:
-    return kind is not None and any(True for _ in living(kind))
+    return kind is not None and bool(living(kind))

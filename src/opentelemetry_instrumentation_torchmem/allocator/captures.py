@@ -4,18 +4,17 @@ private pools the graphs own that are alive."""
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from .pools import Owners, living
+from .pools import Owners, PoolWatch, living, of_classes
+from .replaced import Replaced
 from .snapshot import PoolOn
 from .source import initialised_torch
 
-_Note = Callable[[Any], None]
 _T = TypeVar("_T")
 
 
@@ -26,9 +25,9 @@ class CaptureWatch:
         self._capturing: WeakSet[Any] = WeakSet()
         """Graphs; one whose capture was broken off goes with the graph."""
         self._beginning = threading.RLock()
-        self._originals: dict[str, Any] = {}
-        self._class: Any = None
+        self._replaced = Replaced()
         self._graphs = Owners()
+        self.owner_classes: tuple[type, ...] = ()
 
     @property
     def under_way(self) -> bool:
@@ -50,44 +49,40 @@ class CaptureWatch:
 
     def install(self, graphs: Any) -> None:
         """Watch from now on; ``graphs`` is the imported module ``torch.cuda.graphs``."""
-        self._class = getattr(graphs, "CUDAGraph", None)
-        if self._class is None or self._originals:
-            return
-        if initialised_torch() is not None:
-            self._graphs.note_older(living(self._class))
-        self._replace("capture_begin", before=self._begins)
-        self._replace("capture_end", after=self._capturing.discard)
-        self._replace("capture_end_pre", after=self._capturing.discard)  # from 2.15 on a step of its own
+        graph_class = getattr(graphs, "CUDAGraph", None)
+        if graph_class is not None:
+            self._replaced.put(graph_class, "capture_begin", self._begins)
+            self._replaced.put(graph_class, "capture_end", self._ends)
+            self._replaced.put(graph_class, "capture_end_pre", self._ends)  # from 2.15 on a step of its own
+            self.owner_classes = (graph_class,)
 
-    def _begins(self, graph: Any) -> None:
-        self._capturing.add(graph)
-        self._graphs.note(graph)
+    def note_older(self, owners: Sequence[Any]) -> None:
+        """What was made before."""
+        self._graphs.note_older(of_classes(owners, self.owner_classes))
 
     def remove(self) -> None:
-        """Put the class's own entries back, unless somebody has wrapped them since."""
-        for name, original in self._originals.items():
-            if getattr(self._class.__dict__.get(name), "__wrapped__", None) is original:
-                setattr(self._class, name, original)
-        self._originals = {}
+        self._replaced.put_back()
 
-    def _replace(self, name: str, *, before: _Note | None = None, after: _Note | None = None) -> None:
-        original = self._class.__dict__.get(name)
-        if original is None:
-            return
+    def _begins(self, original: Callable[..., Any], graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with self._beginning:
+            self._capturing.add(graph)
+            self._graphs.note(graph)
+        try:
+            return original(graph, *args, **kwargs)
+        except BaseException:
+            self._capturing.discard(graph)
+            raise
 
-        @functools.wraps(original)
-        def noted(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            if before is not None:
-                with self._beginning:
-                    before(graph)
-            try:
-                return original(graph, *args, **kwargs)
-            except BaseException:
-                self._capturing.discard(graph)
-                raise
-            finally:
-                if after is not None:
-                    after(graph)
+    def _ends(self, original: Callable[..., Any], graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(graph, *args, **kwargs)
+        finally:
+            self._capturing.discard(graph)
 
-        self._originals[name] = original
-        setattr(self._class, name, noted)
+
+def note_older(*watches: PoolWatch | CaptureWatch) -> None:
+    """Have watches note what was made before they were installed: one walk over the heap for them all."""
+    if initialised_torch() is not None:
+        older = living(*(each for watch in watches for each in watch.owner_classes))
+        for watch in watches:
+            watch.note_older(older)

@@ -7,11 +7,12 @@ needs more than before would look like one that never did.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from math import inf
 from time import monotonic
 from typing import Any
+
+from .replaced import Replaced
 
 _CALLS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 """All that torch's own functions for it call, which look them up each time."""
@@ -34,38 +35,26 @@ class PeakWatch:
     """Has torch's calls that reset the peaks note the time. Owner: the instrumentor."""
 
     def __init__(self) -> None:
-        self._restore: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+        self._replaced = Replaced()
 
     def install(self, torch: Any) -> None:
         """Watch from now on."""
         calls = torch._C  # noqa: SLF001 - the one place that all of torch's ways go through
-        for name in _CALLS:
-            original = getattr(calls, name, None)  # a build without CUDA has none
-            if original is not None:
-                noted = _noted(original)
-                setattr(calls, name, noted)
-                self._restore.append((calls, name, original, noted))
+        for name in _CALLS:  # a build without CUDA has none
+            self._replaced.put(calls, name, _noted)
 
     def remove(self) -> None:
-        """Put torch's own back, unless somebody has wrapped ours since."""
-        while self._restore:
-            place, name, original, noted = self._restore.pop()
-            if getattr(place, name) is noted:
-                setattr(place, name, original)
+        self._replaced.put_back()
 
 
-def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def reset(*args: Any, **kwargs: Any) -> Any:
-        this = object()
-        RESETS.under_way.add(this)
-        RESETS.last = inf
-        try:
-            return original(*args, **kwargs)
-        finally:
-            RESETS.under_way.discard(this)
-            RESETS.last = monotonic()
-            if RESETS.under_way:  # looked at after that: one that began meanwhile has said so itself
-                RESETS.last = inf
-
-    return reset
+def _noted(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    this = object()
+    RESETS.under_way.add(this)
+    RESETS.last = inf
+    try:
+        return original(*args, **kwargs)
+    finally:
+        RESETS.under_way.discard(this)
+        RESETS.last = monotonic()
+        if RESETS.under_way:  # looked at after that: one that began meanwhile has said so itself
+            RESETS.last = inf

@@ -8,37 +8,35 @@ ever, so from the first such pool on nobody may read beside the thread that allo
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+from .replaced import Replaced
 from .snapshot import PoolId, PoolOn
 from .source import NATIVE, initialised_torch
 
 
-def living(owner_class: type) -> Iterator[Any]:
-    """The objects of a class that live now.
+def living(*classes: type) -> list[Any]:
+    """The objects of some classes that live now, from one walk over the heap.
 
-    What refers to the class may be one. A walk over all objects, ``gc.get_objects``, would touch tuples that
+    What refers to a class may be one. A walk over all objects, ``gc.get_objects``, would touch tuples that
     other threads are still building, and those then fail.
     """
-    return (
-        thing
-        for thing in gc.get_referrers(*_with_subclasses(owner_class))
-        if issubclass(type(thing), owner_class)  # isinstance would wake lazy objects, warnings and all
-    )
+    return of_classes(gc.get_referrers(*_with_subclasses(classes)), classes)
 
 
-def _with_subclasses(owner_class: type) -> list[type]:
-    return [
-        owner_class,
-        *(deeper for each in owner_class.__subclasses__() for deeper in _with_subclasses(each)),
-    ]
+def of_classes(things: Iterable[Any], classes: tuple[type, ...]) -> list[Any]:
+    # isinstance would wake lazy objects, warnings and all
+    return [thing for thing in things if issubclass(type(thing), classes)]
+
+
+def _with_subclasses(classes: Iterable[type]) -> list[type]:
+    return [deeper for each in classes for deeper in (each, *_with_subclasses(each.__subclasses__()))]
 
 
 LIVING: set[ref[Any]] = set()
@@ -104,10 +102,10 @@ class PoolWatch:
         """True for good: a dead pool's segments still go back through its allocator."""
         self.when_suspect: Callable[[], object] = _nothing
         """Called as soon as it is."""
-        self._restore: tuple[type, Any] | None = None
         self._made = Owners()
         self._in_force = threading.local()
-        self._routes: list[tuple[Any, str, Any, Any]] = []
+        self._replaced = Replaced()
+        self.owner_classes: tuple[type, ...] = ()
 
     def _become_suspect(self) -> None:
         self.suspect = True
@@ -129,80 +127,57 @@ class PoolWatch:
         return found
 
     def install(self, memory: Any) -> None:
-        """Watch from now on; ``memory`` is the imported module ``torch.cuda.memory``.
-
-        Whether one made before has an allocator of its own most releases do not tell: with CUDA already
-        initialised such a one that lives is suspect, and so is an allocator that lives: its pool may be dead.
-        """
+        """Watch from now on; ``memory`` is the imported module ``torch.cuda.memory``."""
         pool_class = getattr(memory, "MemPool", None)
-        if pool_class is None or self._restore is not None:  # before torch 2.5 there are none
-            return
+        if pool_class is not None:  # before torch 2.5 there are none
+            self._replaced.put(memory, "_cuda_beginAllocateCurrentThreadToPool", self._enters)
+            self._replaced.put(memory, "_cuda_beginAllocateToPool", self._enters)
+            self._replaced.put(memory, "_cuda_endAllocateToPool", self._leaves)
+            self._replaced.put(pool_class, "__init__", self._makes)
+            allocator_class = getattr(memory, "_CUDAAllocator", None)
+            self.owner_classes = (pool_class,) if allocator_class is None else (pool_class, allocator_class)
+
+    def note_older(self, owners: Sequence[Any]) -> None:
+        """What was made before.
+
+        Whether such a pool has an allocator of its own most releases do not tell: one that lives is suspect,
+        and so is an allocator that lives, as its pool may be dead.
+        """
+        pools = of_classes(owners, self.owner_classes[:1])
+        allocators = of_classes(owners, self.owner_classes[1:])
         torch = initialised_torch()
-        if torch is not None:
-            older = list(living(pool_class))
-            allocators = getattr(memory, "_CUDAAllocator", None)
-            if not all(map(_is_plain, older)) or (
-                allocators and torch.cuda.get_allocator_backend() == NATIVE and any(living(allocators))
-            ):
-                self._become_suspect()
-            self._made.note_older(older)
-        self._route(memory, "_cuda_beginAllocateCurrentThreadToPool", self._enters)
-        self._route(memory, "_cuda_beginAllocateToPool", self._enters)
-        self._route(memory, "_cuda_endAllocateToPool", self._leaves)
-        original = pool_class.__dict__.get("__init__")
-        if original is None:
-            return
-
-        @functools.wraps(original)
-        def noted_init(pool: Any, *args: Any, **kwargs: Any) -> None:
-            if kwargs.get("allocator", args[0] if args else None) is not None:
-                self._become_suspect()
-                _suspects.append(True)
-            original(pool, *args, **kwargs)
-            self._made.note(pool)
-            if kwargs.get("allocator", args[0] if args else None) is None:
-                with suppress(TypeError):
-                    _plain.add(pool)
-
-        pool_class.__init__ = noted_init
-        self._restore = (pool_class, original)
-
-    def _enters(self, device: int, pool: Any) -> None:
-        entered = self._in_force.__dict__.setdefault("entered", [])
-        entered.append((device, tuple(pool)))
-
-    def _leaves(self, device: int, pool: Any) -> None:
-        entered = self._in_force.__dict__.get("entered", [])
-        if (device, tuple(pool)) in entered:
-            entered.reverse()
-            entered.remove((device, tuple(pool)))
-            entered.reverse()
-
-    def _route(self, memory: Any, name: str, note: Callable[[int, Any], None]) -> None:
-        """Have what ``use_mem_pool`` calls note which pool."""
-        original = getattr(memory, name, None)
-        if original is None:
-            return
-
-        @functools.wraps(original)
-        def noted(device: int, pool: Any, *args: Any) -> Any:
-            told = original(device, pool, *args)
-            with suppress(Exception):  # this is the user's call
-                note(device, pool)
-            return told
-
-        setattr(memory, name, noted)
-        self._routes.append((memory, name, noted, original))
+        if not all(map(_is_plain, pools)) or (
+            allocators and torch is not None and torch.cuda.get_allocator_backend() == NATIVE
+        ):
+            self._become_suspect()
+        self._made.note_older(pools)
 
     def remove(self) -> None:
-        """Put torch's own entries back, unless somebody has wrapped them since."""
-        for memory, name, noted, original in self._routes:
-            if getattr(memory, name, None) is noted:
-                setattr(memory, name, original)
-        self._routes = []
-        if self._restore is None:
-            return
-        pool_class, original = self._restore
-        self._restore = None
-        if getattr(pool_class.__dict__.get("__init__"), "__wrapped__", None) is original:
-            pool_class.__init__ = original
+        self._replaced.put_back()
+
+    def _makes(self, original: Callable[..., None], pool: Any, /, *args: Any, **kwargs: Any) -> None:
+        plain = kwargs.get("allocator", args[0] if args else None) is None
+        if not plain:
+            self._become_suspect()
+            _suspects.append(True)
+        original(pool, *args, **kwargs)
+        self._made.note(pool)
+        if plain:
+            with suppress(TypeError):
+                _plain.add(pool)
+
+    def _enters(self, original: Callable[..., Any], device: int, pool: Any, /, *args: Any) -> Any:
+        told = original(device, pool, *args)
+        with suppress(Exception):  # this is the user's call
+            self._in_force.__dict__.setdefault("entered", []).append((device, tuple(pool)))
+        return told
+
+    def _leaves(self, original: Callable[..., Any], device: int, pool: Any, /, *args: Any) -> Any:
+        told = original(device, pool, *args)
+        with suppress(Exception):  # this is the user's call
+            entered = self._in_force.__dict__.get("entered", [])
+            if (device, tuple(pool)) in entered:
+                entered.reverse()
+                entered.remove((device, tuple(pool)))
+                entered.reverse()
+        return told

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
+from .replaced import Replaced
+
 ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """In the order of precedence: the first one that is set replaces the others wholly."""
 
@@ -199,43 +201,32 @@ class SettingsWatch:
 
     def __init__(self, seen: SettingsSeen = SEEN) -> None:
         self._seen = seen
-        self._restore: tuple[Any, str, Any, Any] | None = None
+        self._torch: Any = None
+        self._replaced = Replaced()
 
     def install(self, torch: Any, from_the_start: bool) -> None:
         """Watch from now on. ``torch`` is the imported module; ``from_the_start``: nobody has used it yet."""
-        if self._restore is not None:
-            return
+        self._torch = torch
         self._seen.from_the_start = self._seen.from_the_start or from_the_start
-        seen = self._seen
         name = next((name for name in _SETTERS if hasattr(torch._C, name)), None)
-        if name is None:
-            return
-        original = getattr(torch._C, name)
+        if name is not None:
+            self._replaced.put(torch._C, name, self._noted)
 
-        @functools.wraps(original)
-        def noted(text: str) -> Any:
-            before = _told(torch)
-            try:
-                given = original(text)
-            except BaseException:
-                seen.note(before, text, taken=False)
-                raise
-            seen.note(before, text, taken=True)
-            return given
-
-        setattr(torch._C, name, noted)
-        self._restore = (torch, name, noted, original)
+    def _noted(self, original: Callable[[str], Any], text: str) -> Any:
+        before = _told(self._torch)
+        try:
+            given = original(text)
+        except BaseException:
+            self._seen.note(before, text, taken=False)
+            raise
+        self._seen.note(before, text, taken=True)
+        return given
 
     def remove(self) -> None:
-        """Put torch's own back, unless somebody has wrapped it since."""
-        if self._restore is None:
-            return
-        torch, name, noted, original = self._restore
-        self._restore = None
-        # to ask before CUDA is initialised would have torch read the environment too early
-        self._seen.unwatched(_told(torch) if torch.cuda.is_initialized() else None)
-        if getattr(torch._C, name, None) is noted:
-            setattr(torch._C, name, original)
+        if self._replaced:
+            # to ask before CUDA is initialised would have torch read the environment too early
+            self._seen.unwatched(_told(self._torch) if self._torch.cuda.is_initialized() else None)
+            self._replaced.put_back()
 
 
 _SETTERS = ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings")

@@ -262,9 +262,9 @@ def _missing(size: int) -> str:
 
 def _check_graphs(torch: Any) -> None:
     """Refuse while CUDA graphs are alive, captured or being captured."""
-    if any(living(torch.cuda.CUDAGraph)):
+    if living(torch.cuda.CUDAGraph):
         gc.collect()  # one may be garbage in a circle
-        alive = sum(1 for _ in living(torch.cuda.CUDAGraph))
+        alive = len(living(torch.cuda.CUDAGraph))
         if alive:
             raise RefusedError("captured_graphs", f"{alive}; reset and delete them first")
 
