@@ -26,6 +26,7 @@ from .allocator.reading import AllocatorReading
 from .allocator.sampler import Sampler, Totals
 from .allocator.settings import SettingsWatch
 from .allocator.snapshot import PoolOn
+from .allocator.source import when_initialised
 from .allocator.survey import Survey
 from .allocator.windows import OpenWindows
 from .config import Config
@@ -39,6 +40,7 @@ from .requests.probe import Hook, Requests
 from .requests.specs import BUILT_IN_LABELS
 from .requests.targets import Targets
 from .signals import GUARD_METRICS, METRICS, REQUEST_METRICS
+from .snapshot_server import SnapshotServer
 from .telemetry import OwnTelemetry
 from .version import __version__
 
@@ -154,6 +156,9 @@ class Wiring:
         if config.oom_evidence:
             oom.activate(self._ooms)
             self._when_imported("torch", oom.torch_imported)
+        self._snapshots = SnapshotServer(sampler.snapshot, telemetry)
+        if config.live_snapshots:
+            self._when_imported("torch", lambda torch: when_initialised(torch, self._snapshots.start))
         self._targets.install()
         self._compiled = CompiledCalls()
         self._when_imported(COMPILER, self._compiled.install)  # around what targets there have wrapped
@@ -181,6 +186,7 @@ class Wiring:
         self._requests.begin_anew()
         self._growth.begin_anew()
         self._ooms.begin_anew()
+        self._snapshots.begin_anew()
         self._registration.forget()
 
     def _before_collection(self) -> None:
@@ -213,6 +219,7 @@ class Wiring:
         self._undone = True
         rooms.unwire(self._rooms)
         oom.deactivate()
+        self._snapshots.close()
         track.deactivate()
         self._compiled.remove()
         self._targets.undo()

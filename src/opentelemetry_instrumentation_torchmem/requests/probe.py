@@ -58,9 +58,9 @@ _context: ContextVar[Context] = _token.var
 detach(_token)
 
 _WINDOW = create_key("torchmem-window")
-_NO_SPAN = trace.set_span_in_context(INVALID_SPAN, Context())
+(_SPAN,) = trace.set_span_in_context(INVALID_SPAN, Context())  # two marks in one copy of a context
+_NO_SPAN = Context({_WINDOW: None})  # an empty one would mean the current one
 """Where a growth of 0 is recorded: an exemplar of it would lead nowhere, and cost a fifth of a record."""
-(_SPAN,) = _NO_SPAN  # two marks in one copy of a context
 _SUPPRESSED = "suppress_instrumentation"
 _NO_KEYWORDS: Mapping[str, Any] = {}
 
