@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import ModuleType
+from typing import Any
 from weakref import WeakSet
 
 from opentelemetry._logs import LoggerProvider
@@ -156,7 +157,7 @@ class Wiring:
         if config.oom_evidence:
             oom.activate(self._ooms)
             self._when_imported("torch", oom.torch_imported)
-        self._snapshots = SnapshotServer(sampler.snapshot, telemetry)
+        self._snapshots = SnapshotServer(lambda: sampler.asked(_all_that_is_known), telemetry)
         if config.live_snapshots:
             self._when_imported("torch", lambda torch: when_initialised(torch, self._snapshots.start))
         self._targets.install()
@@ -235,6 +236,13 @@ def _dumps(config: Config) -> DumpDirectory | None:
     if not (config.oom_evidence and config.oom_dump_dir):
         return None
     return DumpDirectory(config.oom_dump_dir, config.oom_dump_max_files, config.oom_dump_max_mib << 20)
+
+
+def _all_that_is_known() -> Mapping[str, Any]:
+    """A snapshot with what the doctor wants to know beside it."""
+    from .advice.live import told  # few ever ask
+
+    return told()
 
 
 def _tell_unmatched(telemetry: OwnTelemetry, config: Config, option: str, names: Collection[str]) -> None:

@@ -76,11 +76,13 @@ def a_server(directory: str) -> dict:
     ends.set()
     busy.join()
     again = asked("--no-picture", cwd=directory)[0]
+    limit = torch.cuda.mem_get_info()[1]
     return {
         "code": code,
         "said": said,
         "wrong": wrong,
         "again": again,
+        "limit": limit,
         "pid": os.getpid(),
         "segments": torch.cuda.memory_snapshot(),
         "threads": [thread.name for thread in threading.enumerate()],
@@ -102,6 +104,7 @@ def test_a_live_process_is_drawn_and_its_snapshot_kept(gpu, tmp_path):
         (each["address"], each["total_size"], len(each["blocks"])) for each in whole["segments"]
     ] == expected
     assert whole["device_traces"] == [[]]
+    assert whole["torchmem"]["devices"]["0"]["total"] == told["limit"]  # what the doctor wants to know
     assert told["threads"].count("torchmem-snapshots") == 1
 
 

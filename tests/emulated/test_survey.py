@@ -369,10 +369,10 @@ def on_a_requests_thread() -> dict:
     return {"first": first, "in": inside, "seconds": seconds, "then": watched.takes_one(), "kept": len(kept)}
 
 
-def test_a_request_that_flushes_its_telemetry_is_not_held_up_and_pays_only_for_what_is_overdue(gpu):
+def test_a_request_that_flushes_its_telemetry_is_not_held_up(gpu):
     got = native(gpu, on_a_requests_thread)
     assert got["first"]
-    assert got["in"] == [False, {"busy": 1}, False, True]
+    assert got["in"] == [False, {"busy": 1}, False, False]
     assert got["seconds"] < 20  # not held up either
     assert got["then"]
 
@@ -493,6 +493,67 @@ def test_never_during_a_capture_on_any_thread_and_none_that_was_broken_off_is_in
     assert got["again"]
     assert got["again during"] == 1
     assert got["restored again"]
+
+
+@native.body
+def a_capture_that_begins_late() -> dict:
+    import torch
+
+    clock = Clock()
+    watched = Watched()
+    kept = [fragment()]
+
+    def capture(self):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            self.stay()
+        kept.append(graph)
+
+    elsewhere = Elsewhere(capture)
+    fraction, snapshot, taken = source.Source.memory_fraction, source.Source.snapshot, []
+
+    def lets_another_thread_in(self, index):
+        if not elsewhere.there.is_set():
+            elsewhere.__enter__()
+        return fraction(self, index)
+
+    def counted(self):
+        taken.append(elsewhere.go_on.is_set())
+        return snapshot(self)
+
+    source.Source.memory_fraction, source.Source.snapshot = lets_another_thread_in, counted
+    during = [watched.collect().headroom, watched.skipped]
+    elsewhere.__exit__()
+    clock.pass_by(1000)
+    then = watched.collect().headroom
+    source.Source.memory_fraction, source.Source.snapshot = fraction, snapshot
+    return {"during": during, "then": then is not None, "taken": taken}
+
+
+def test_a_capture_that_begins_just_before_a_snapshot_has_it_put_off(gpu):
+    got = native(gpu, a_capture_that_begins_late)
+    assert got == {"during": [None, {"capture": 1}], "then": True, "taken": [True]}
+
+
+def set_unseen(told: bool) -> list:
+    """Options that were set before anybody looked, where the runtime tells the last string and where not."""
+    import torch
+
+    kept = take(1)
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.9")
+    if not told:
+        del torch._C._accelerator_getAllocatorSettings
+    watched = Watched()
+    grown = take(30 * MIB)
+    return [watched.collect().all("torch.memory.allocator.info")[0][0], kept.numel() + grown.numel()]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "by a release that does not tell"])
+def test_settings_that_were_set_unseen_are_told_by_the_snapshots_word(gpu, told):
+    info, _ = gpu.run(set_unseen, args=[told], memory="1GiB")
+    assert info["torch.memory.expandable_segments"] is True
+    assert info["torch.memory.garbage_collection_threshold"] == 0.9
 
 
 def made_graph_class():

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from math import inf
 from threading import get_ident
 from time import monotonic, perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..telemetry import OwnTelemetry
 from .pools import LIVING, PoolWatch
@@ -36,6 +36,7 @@ COUNTERS = (
 
 
 Readings = tuple[RawReading, ...]
+_T = TypeVar("_T")
 
 _NOBODY = -1
 """No thread's identity."""
@@ -203,8 +204,8 @@ class Sampler:
         finally:
             self._paused = False
 
-    def snapshot(self) -> Mapping[str, Any]:
-        """The allocator's own snapshot, for somebody who has asked this process for one.
+    def asked(self, take: Callable[[], _T]) -> _T:
+        """What an act takes that needs a snapshot, for somebody who has asked this process for it.
 
         Raises:
             NoSnapshotError: there is none, or it may not be taken.
@@ -220,7 +221,7 @@ class Sampler:
         try:
             if self._paused:
                 raise NoSnapshotError("its guard is giving memory back")
-            return self._survey.asked(source)
+            return self._survey.asked(source, take)
         finally:
             self._collecting.discard(thread)
 
@@ -260,6 +261,7 @@ class Sampler:
                 )
                 or surveyed
             )
+            settings = self._survey.settings(settings)
         for index in used:
             name = source.device(index).name
             state = self._attempt(name, self._state, source, index, may_read, surveyed.get(index))

@@ -3,8 +3,8 @@
 
 A snapshot holds the interpreter for its whole length, so it runs on a budget, in a moment without a request
 where one comes soon enough, and what it found grows old in the open. Beside requests it is taken the sooner
-the less it costs, and at once where the allocator has flushed since: then on a thread that serves, too, whose
-request takes that much longer.
+the less it costs, and at once where the allocator has flushed since; never on a thread that serves while
+there are any, nor during a capture.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from time import monotonic, perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..telemetry import OwnTelemetry
 from .captures import CaptureWatch
@@ -23,6 +23,8 @@ from .settings import AllocatorSettings, settings_at
 from .snapshot import DeviceMap, Limits, PoolOn, analyse, never_released
 from .source import NATIVE, Source
 from .windows import OpenWindows
+
+_T = TypeVar("_T")
 
 IDLE_WAIT = 0.1
 """Seconds that a collection waits for a moment without a request, the interpreter free meanwhile."""
@@ -102,6 +104,8 @@ class Survey:
     def begin_anew(self) -> None:
         """As if nothing had been looked at; in a forked child the parent's lock may be held."""
         self._surveyed: dict[int, Surveyed] = {}
+        self._settings: tuple[AllocatorSettings, AllocatorSettings] | None = None
+        """As the runtime told them at the last snapshot, and by that."""
         self._not_before = -inf
         self._taken_at = -inf
         self._cost = 0.0
@@ -142,9 +146,9 @@ class Survey:
             for index, found in self._surveyed.items()
         }
 
-    def asked(self, source: Source) -> Mapping[str, Any]:
-        """The allocator's own snapshot, for somebody who has asked for one: in a moment without a request
-        where one comes soon enough, else beside them. The budget is that of those that nobody asks for.
+    def asked(self, source: Source, take: Callable[[], _T]) -> _T:
+        """What an act takes that needs a snapshot, for somebody who has asked for it: in a moment without a
+        request where one comes soon enough, else beside them. It is not of the budget.
 
         Raises:
             NoSnapshotError: the backend has none, or a capture does not end.
@@ -155,11 +159,17 @@ class Survey:
         while (self._captures.under_way or self._windows.count) and monotonic() < until:
             sleep(IDLE_WAIT / 20)
         began = perf_counter()
-        snapshot = self._captures.while_none(source.snapshot)
-        if snapshot is None:
+        taken = self._captures.while_none(take)
+        if taken is None:
             raise NoSnapshotError("it captures a CUDA graph")
         self._telemetry.spent("snapshot", perf_counter() - began)
-        return snapshot
+        return taken
+
+    def settings(self, told: AllocatorSettings) -> AllocatorSettings:
+        """Those in force, where the runtime tells this: the last snapshot's word on that, which knows what
+        was set unseen, and in releases that do not tell."""
+        known = self._settings
+        return told if known is None or known[0] != told else known[1]
 
     def take_over(self, device: int, found: Surveyed) -> None:
         """Someone else's look at a device: an out of memory error's. As fresh as one of our own."""
@@ -181,7 +191,7 @@ class Survey:
         if self._captures.under_way:
             return self._not_now("snapshot_capture")
         while self._windows.count:
-            if self._overdue(now, latest):
+            if not serving and self._overdue(now, latest):
                 return True
             # of a thread that serves the request would wait for itself
             if serving or monotonic() - now >= IDLE_WAIT:
@@ -240,10 +250,14 @@ class Survey:
                     self._not_now("snapshot_busy")
                     return
                 read()
-            snapshot = source.snapshot()
+            snapshot = self._captures.while_none(source.snapshot)
+            if snapshot is None:  # one has begun since
+                self._not_now("snapshot_capture")
+                return
+            self._settings = settings, settings_at(snapshot, settings)
             maps = analyse(
                 snapshot["segments"],
-                settings_at(snapshot, settings),
+                self._settings[1],
                 limits,
                 live_pools=self._live_pools(),  # after it: what is alive now was so then
             )

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save",
         type=Path,
         metavar="FILE",
-        help="with --pid: where to keep the snapshot itself, for this command and PyTorch's memory_viz",
+        help="with --pid: where to keep the snapshot itself, for the doctor and PyTorch's memory_viz",
     )
     add(
         "--output",
