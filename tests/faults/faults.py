@@ -681,8 +681,8 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
             Fault(
                 "Listeners",
                 "The sockets and children of an instrumented process.",
-                "There are none of ours: `torchmem top`, and an exporter that the user sets, are the ones that "
-                "open any.",
+                "There are none of ours without `live_snapshots`: `torchmem top`, and an exporter that the user "
+                "sets, are the ones that open any.",
                 "faults/test_security.py::test_an_instrumented_process_listens_on_nothing_and_starts_nothing",
                 [
                     Removal(
@@ -691,6 +691,35 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                         "        _live.add(self)\n"
                         '        self.listener = __import__("socket").create_server(("127.0.0.1", 0))\n',
                         "no line opens one (tried with one added)",
+                    )
+                ],
+            ),
+            Fault(
+                "Another user asks",
+                "A process with `live_snapshots` is asked for its snapshot by another user.",
+                "They are told no; the process's own user and root get it.",
+                "e2e/test_snapshot_live.py::test_a_process_that_gives_none_says_why",
+                [
+                    Removal(
+                        "snapshot_server.py",
+                        "        if user not in (0, os.geteuid()):\n",
+                        "        if user == -1:\n",
+                        "who asks is known from the kernel",
+                    )
+                ],
+            ),
+            Fault(
+                "Who asks and does not listen",
+                "Some ask such a process for its snapshot and go, one asks and never reads, and then comes "
+                "`uninstrument()`.",
+                "The server goes on meanwhile; the socket and its thread end with `uninstrument()`.",
+                "e2e/test_snapshot_live.py::test_who_asks_badly_holds_up_nobody",
+                [
+                    Removal(
+                        "snapshot_server.py",
+                        "                listener.shutdown(socket.SHUT_RDWR)\n",
+                        "                pass\n",
+                        "the thread that waits is woken as the socket is closed",
                     )
                 ],
             ),
