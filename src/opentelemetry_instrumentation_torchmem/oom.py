@@ -26,7 +26,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from . import signals
 from .allocator.captures import CaptureWatch
 from .allocator.dump import DumpDirectory, NotWrittenError, as_torch_writes_it
-from .allocator.reading import AllocatorReading, DriverMemory, external
+from .allocator.reading import POOLS, AllocatorReading, DriverMemory, external
 from .allocator.recorder import Brief, in_brief, thinned
 from .allocator.rules import LARGE, Rules
 from .allocator.sampler import Sampler
@@ -125,6 +125,11 @@ class Evidence:
         if failure.total is not None:
             said += f" of {_size(failure.total)}"
         said += f". {VERDICTS[self.verdict].rstrip('.')}{_figures(self.verdict, failure)}."
+        if failure.pending_before and failure.may_fit and failure.blocks is not None:
+            most = _size(failure.blocks.largest)
+            said += (
+                f" {_size(failure.pending_before)} were pending before: a request of up to {most} fits now."
+            )
         if self.capturing:
             said += " A graph was being captured: the allocator could not flush its cache"
             kept = None if self.map is None else self.map.releasable
@@ -490,6 +495,7 @@ class OomWatch:
         snapshot = attempt(source.snapshot)
         if snapshot is not None and settings is not None:
             settings = attempt(settings_at, snapshot, settings)
+        after = attempt(source.read, device)  # what is freed from now on can be in no block of the snapshot
         stream = attempt(source.current_stream, device)
         before = self._sampler.latest(device)
         fraction = attempt(source.memory_fraction, device)
@@ -513,6 +519,7 @@ class OomWatch:
         pools = attempt(self._pools_in_force, source, device_map, stream, live_pools) or (DEFAULT_POOL,)
         requests = attempt(self._in_flight, device, reading) or ()
         if given is not None:
+            pending_before, freed_otherwise = _freed_before(before, after, POOLS[kind_of(given[0])])
             failure = Failure(
                 asked=given[0],
                 free=given[2],
@@ -521,9 +528,8 @@ class OomWatch:
                 reserved=None if reading is None else reading.reserved,
                 blocks=attempt(_blocks, device_map, settings, stream, given[0], pools),
                 free_now=None if driver is None else driver.free,
-                pending_before=_pending_before(before, reading),
-                alone=len(requests) == 1,
-                idle_before=None if before is None else before.cached,
+                pending_before=pending_before,
+                freed_otherwise=freed_otherwise,
                 baseline=self._sampler.recorder.least_external(device),
                 page=_page(settings),
                 expandable=settings is not None and settings.expandable_segments,
@@ -672,17 +678,27 @@ def _blocks(
     )
 
 
-def _pending_before(before: AllocatorReading | None, after: AllocatorReading | None) -> int:
-    """Bytes that were seen pending: by the latest reading before, or by a peak that is new since.
+def _freed_before(
+    before: AllocatorReading | None, after: AllocatorReading | None, pool: str
+) -> tuple[int, int | None]:
+    """Bytes of a pool that were seen pending, by the latest reading before or by a peak that is new since;
+    and those that may have been freed since in another way, None where that is not known.
 
     At the moment of the peak of what was active, no more was in tensors than at the peak of that.
     """
-    seen = 0 if before is None else before.pending_free or 0
-    if after is None or after.active_peak is None or after.allocated_peak is None:
-        return seen
-    if before is None or before.active_peak is None or after.active_peak > before.active_peak:
-        seen = max(seen, after.active_peak - after.allocated_peak)
-    return seen
+    if before is None or after is None:
+        return 0, None
+    try:
+        active_then, active = (each.statistics["active_bytes"][pool] for each in (before, after))
+        allocated_then, allocated = (each.statistics["allocated_bytes"][pool] for each in (before, after))
+        pending = seen = active_then["current"] - allocated_then["current"]
+        if active["peak"] > active_then["peak"]:
+            seen = max(seen, active["peak"] - allocated["peak"])
+        freed = allocated["freed"] - allocated_then["freed"]
+    except KeyError:  # a backend that counts less
+        return 0, None
+    # of what was freed since, so much became pending for sure
+    return seen, None if freed < 0 else max(0, freed - (seen - pending))
 
 
 def _state(

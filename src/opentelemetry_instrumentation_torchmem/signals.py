@@ -315,7 +315,7 @@ OOM_SUMMARY = Attribute(
     "The verdict in words, with its figures.",
     examples=(
         "cuda:0 is out of memory: 512.0 MiB asked of the driver, 96.0 MiB free of 16.00 GiB. Fragmented: "
-        "enough free in all, in no block that is large enough (1.25 GiB held and free, the largest block of "
+        "enough free in all, in no block that was large enough (1.25 GiB held and free, the largest block of "
         "use 300.0 MiB).",
     ),
 )
@@ -344,7 +344,7 @@ OOM_PRIVATE_POOLS = _oom(
 )
 OOM_PENDING_BEFORE = _oom(
     "pending_before",
-    "Freed bytes that a recorded stream was not done with, before the allocator waited for it.",
+    "Freed bytes of the request's kind that were seen shortly before to wait for a recorded stream.",
     "when there were any",
 )
 OOM_EXTERNAL_GROWTH = _oom(

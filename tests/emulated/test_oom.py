@@ -136,6 +136,90 @@ def with_pending_frees(read_before: bool) -> dict:
     return event | {"kept": filler.numel() + beside.numel()}
 
 
+def a_block_that_was_there(how: str) -> dict:
+    """64.5 MiB free, 66 asked of the driver, for 65.5."""
+    import torch
+    from emulator import control
+
+    watched = Watched()
+    side = torch.cuda.Stream()
+    control.hold(side)
+
+    def free_slowly(block) -> None:
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1)
+        block.record_stream(side)
+
+    waits = take(20 * MIB)
+    kept = [take(880 * MIB), take(4096)]
+    size = 65 * MIB + MIB // 2
+    if how == "made within":
+        with track("answer"):
+            take(66 * MIB)
+            kept.append(take(MIB + MIB // 2))
+            fail(size)
+        return watched.events[0]
+    take(66 * MIB)
+    kept.append(take(MIB + MIB // 2))
+    if how == "a small one pending":
+        free_slowly(kept.pop(1))
+    if how == "another pending":
+        free_slowly(waits)
+        del waits
+    with track("answer"):
+        if how == "another pending":
+            control.release()
+            kept.append(take(20 * MIB))
+        fail(size)
+    return watched.events[0]
+
+
+def a_block_of_the_same_page() -> dict:
+    watched = Watched()
+    kept = [take(1004 * MIB)]
+    with track("answer"):
+        kept += take(2 * MIB), take(15 * MIB)
+        fail(5 * MIB)
+    return watched.events[0]
+
+
+def freed_by_a_thread_of_no_request() -> dict:
+    import torch
+
+    torch.cuda.init()
+    holding, failed, freed = (threading.Event() for _ in range(3))
+
+    def background() -> None:
+        kept = take(700 * MIB)
+        holding.set()
+        failed.wait(30)
+        del kept
+        freed.set()
+
+    def in_between(*_) -> None:
+        failed.set()
+        freed.wait(30)
+
+    torch._C._cuda_attach_out_of_memory_observer(in_between)
+    watched = Watched()
+    thread = threading.Thread(target=background)
+    thread.start()
+    holding.wait(30)
+    event = verdict_of(watched, 500 * MIB)
+    thread.join()
+    return event
+
+
+def for_a_stream_that_it_names() -> dict:
+    import torch
+
+    watched = Watched()
+    kept = [hole(), take(424 * MIB)]
+    with track("answer"), contextlib.suppress(torch.cuda.OutOfMemoryError):
+        torch.cuda.caching_allocator_alloc(300 * MIB, stream=torch.cuda.Stream())
+    return watched.events[0] | {"kept": len(kept)}
+
+
 def held_by_a_pool() -> dict:
     import torch
 
@@ -350,7 +434,20 @@ def changed_by_the_driver() -> dict:
 EXPECTED = [
     (over_the_fraction, (), "fraction", "Over the fraction", "(400.0 MiB held, 512.0 MiB allowed)"),
     (with_pending_frees, (True,), "pending_frees", "Pending frees", "largest free block is 12.0 MiB now"),
-    (with_pending_frees, (False,), "pending_frees", "Pending frees", "largest free block is 12.0 MiB now"),
+    # it freed them itself: that nobody else freed that block is not known
+    (with_pending_frees, (False,), "changed_meanwhile", "Pending frees ended,", "free block is 12.0 MiB now"),
+    (a_block_that_was_there, ("made within",), "fragmented", "Fragmented", "block of use 64.5 MiB)"),
+    (a_block_that_was_there, ("a small one pending",), "fragmented", "Fragmented", "block of use 64.5 MiB)"),
+    (
+        a_block_that_was_there,
+        ("another pending",),
+        "fragmented",
+        "Fragmented",
+        "20.0 MiB were pending before: a request of up to 64.5 MiB fits now.",
+    ),
+    (a_block_of_the_same_page, (), "full", "Full: less was free in all than was asked", "20.0 MiB asked"),
+    (freed_by_a_thread_of_no_request, (), "changed_meanwhile", "another thread", "is 700.0 MiB now"),
+    (for_a_stream_that_it_names, (), "changed_meanwhile", "named another stream", "is 348.0 MiB now"),
     (held_by_a_pool, (), "private_pools", "Held by private pools", "(600.0 MiB)"),
     (held_by_a_graph, (), "private_pools", "Held by private pools", "(600.0 MiB)"),
     (held_by_another_stream, (), "another_stream", "Held by another stream", "(348.0 MiB)"),

@@ -20,6 +20,7 @@ from opentelemetry_instrumentation_torchmem.allocator.verdict import (
     usable_below,
     verdict,
 )
+from opentelemetry_instrumentation_torchmem.oom import _freed_before
 
 MIB = 1 << 20
 NOTHING_FREE = FreeBlocks(0, 0, 0, 0, 0)
@@ -27,7 +28,7 @@ NOTHING_FREE = FreeBlocks(0, 0, 0, 0, 0)
 
 def failed(asked=64, free=10, total=1000, allowed=None, reserved=980, blocks=NOTHING_FREE, **known):
     """A failure, in MiB."""
-    for name in ("free_now", "pending_before", "idle_before", "baseline", "page"):
+    for name in ("free_now", "pending_before", "freed_otherwise", "baseline", "page"):
         if name in known:
             known[name] *= MIB
     return Failure(
@@ -49,23 +50,24 @@ def failed(asked=64, free=10, total=1000, allowed=None, reserved=980, blocks=NOT
         (failed(free=63, allowed=500, reserved=450), "full"),  # it has not
         (failed(free=500, allowed=500, reserved=436, free_now=500), "changed_meanwhile"),  # allowed to a byte
         (failed(free=500, allowed=500, reserved=437), "fraction"),
-        # pending frees: a block fits now, and something was pending before
-        (failed(blocks=(64, 64, 0, 0, 0), pending_before=64), "pending_frees"),
-        (failed(blocks=(63, 63, 0, 0, 0), pending_before=64), "pending_frees"),  # 62 MiB + 512 B it may be
-        (failed(blocks=(62, 62, 0, 0, 0), pending_before=64), "fragmented"),
+        # pending frees: a block fits now, and nothing but what was pending came free
+        (failed(blocks=(64, 64, 0, 0, 0), pending_before=64, freed_otherwise=0), "pending_frees"),
+        (failed(blocks=(64, 64, 0, 0, 0), pending_before=1, freed_otherwise=0), "pending_frees"),  # joined
+        (failed(blocks=(64, 64, 0, 0, 0), pending_before=64, freed_otherwise=1), "changed_meanwhile"),
+        (failed(blocks=(64, 64, 0, 0, 0), pending_before=64), "changed_meanwhile"),  # the counters were reset
+        (
+            failed(blocks=(64, 64, 0, 0, 0), freed_otherwise=0),
+            "changed_meanwhile",
+        ),  # it was there
         (failed(blocks=(64, 64, 0, 0, 0)), "changed_meanwhile"),
-        (failed(blocks=(64, 64, 0, 0, 0), alone=True), "pending_frees"),  # who else could have freed it
-        (failed(blocks=(63, 63, 0, 0, 0), alone=True), "fragmented"),
-        (failed(free_now=64, alone=True), "changed_meanwhile"),
-        (failed(blocks=(63, 63, 0, 0, 0)), "fragmented"),  # an old one, too small
-        (failed(blocks=(63, 63, 0, 0, 0), idle_before=62), "changed_meanwhile"),  # it was not there before
+        # ... of one within what the request can have been it is not known whether it fits
+        (failed(blocks=(63, 63, 0, 0, 0), pending_before=64, freed_otherwise=0), "fragmented"),
+        (failed(blocks=(62, 62, 0, 0, 0), pending_before=64, freed_otherwise=0), "fragmented"),
         (failed(blocks=(0, 0, 0, 0, 64)), "pending_frees"),  # in a capture they stay pending
         (failed(blocks=(10, 10, 0, 0, 63)), "full"),  # no such block will be free
-        # ... of 20 MiB asked for 1 to 10, a block tells only if it was not there before
-        (failed(asked=20, blocks=(5, 5, 0, 0, 0), pending_before=8), "full"),
-        (failed(asked=20, blocks=(5, 5, 0, 0, 0), pending_before=8, idle_before=4), "pending_frees"),
-        (failed(asked=20, blocks=(20, 20, 0, 0, 0), pending_before=8, idle_before=400), "pending_frees"),
-        (failed(asked=40, page=40, blocks=(5, 5, 0, 0, 0), pending_before=8, idle_before=4), "pending_frees"),
+        (failed(asked=20, blocks=(5, 5, 0, 0, 0), pending_before=8, freed_otherwise=0), "full"),  # 1 to 20
+        (failed(asked=20, blocks=(19, 19, 0, 0, 0), pending_before=8, freed_otherwise=0), "fragmented"),
+        (failed(asked=20, blocks=(20, 20, 0, 0, 0), pending_before=8, freed_otherwise=0), "pending_frees"),
         # changed meanwhile: the driver could give it now
         (failed(free_now=64), "changed_meanwhile"),
         (failed(free_now=63), "full"),
@@ -80,9 +82,14 @@ def failed(asked=64, free=10, total=1000, allowed=None, reserved=980, blocks=NOT
         (failed(blocks=(18, 18, 18, 18, 0)), "fragmented"),  # none of them alone
         (failed(blocks=(17, 17, 18, 18, 0)), "full"),
         # memory outside PyTorch: what others took since
-        (failed(reserved=500, baseline=436), "outside_pytorch"),  # 490 now, 54 more, and 10 are free
-        (failed(reserved=500, baseline=437), "full"),
-        (failed(reserved=500), "full"),  # what was there from the beginning is unknown
+        (failed(reserved=500, free_now=10, baseline=436), "outside_pytorch"),  # 490 now, 54 more; 10 are free
+        (failed(reserved=500, free_now=10, baseline=437), "full"),
+        (
+            failed(reserved=500, free_now=11, baseline=436),
+            "full",
+        ),  # of one moment
+        (failed(reserved=500, baseline=436), "full"),
+        (failed(reserved=500, free_now=10), "full"),  # what was there from the beginning is unknown
         # expandable segments are mapped in whole pages
         (failed(asked=32, free=34, free_now=34), "changed_meanwhile"),
         (failed(asked=32, free=34, free_now=34, expandable=True), "fragmented"),
@@ -108,6 +115,39 @@ def test_what_was_asked_of_the_driver_bounds_the_request():
     assert sizes(12 * MIB) == (10 * MIB + 512, 12 * MIB)
     assert sizes(64 * MIB, page=64 * MIB) == (MIB + 512, 64 * MIB)
     assert [kind_of(2 * MIB), kind_of(20 * MIB)] == ["small", "large"]
+
+
+def test_of_a_block_within_what_a_request_can_have_been_it_may_fit():
+    of = [(62, 64), (63, 64), (64, 64), (1, 20), (2, 20), (19, 20)]
+    may = [failed(asked=asked, blocks=(size, size, 0, 0, 0)).may_fit for size, asked in of]
+    assert may == [False, True, False, False, True, True]
+
+
+def counted(at, active, allocated, freed, peaks=(100, 100), pool="large_pool"):
+    families = {
+        "active_bytes": {"current": active, "peak": peaks[0]},
+        "allocated_bytes": {"current": allocated, "peak": peaks[1], "freed": freed},
+    }
+    return AllocatorReading(0, at, {key: {pool: value} for key, value in families.items()})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (counted(0, 40, 30, 200), counted(1, 30, 30, 200), (10, 0)),
+        (counted(0, 40, 30, 200), counted(1, 30, 30, 207), (10, 7)),
+        (counted(0, 40, 30, 200), counted(1, 30, 30, 3), (10, None)),  # reset
+        (counted(0, 40, 30, 200), counted(1, 30, 30, 200, pool="small_pool"), (0, None)),
+        # of what was freed since, 25 - 10 waited for a stream
+        (counted(0, 40, 30, 200), counted(1, 30, 30, 215, peaks=(125, 100)), (25, 0)),
+        (counted(0, 40, 30, 200), counted(1, 30, 30, 216, peaks=(125, 100)), (25, 1)),
+        (counted(0, 40, 30, 200), counted(1, 30, 30, 215, peaks=(100, 75)), (10, 15)),  # of an old peak
+        (None, counted(1, 30, 30, 200), (0, None)),
+        (counted(0, 40, 30, 200), None, (0, None)),
+    ],
+)
+def test_what_was_freed_with_no_stream_to_wait_for_is_bounded_by_the_counters(before, after, expected):
+    assert _freed_before(before, after, "large_pool") == expected
 
 
 def test_with_max_split_a_block_may_be_too_large_to_serve():

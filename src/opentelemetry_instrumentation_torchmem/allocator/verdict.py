@@ -19,16 +19,17 @@ VERDICTS: Mapping[str, str] = {
     "fraction": "Over the fraction: the device had enough, the process's memory fraction did not allow it.",
     "pending_frees": "Pending frees: a block was freed that would have served the request, but a recorded "
     "stream was not seen to be done with it until the allocator had given up.",
-    "changed_meanwhile": "Changed meanwhile: the request would fit now; another thread or process freed "
-    "memory between the failure and the look at it, or the driver refused what it said was free.",
+    "changed_meanwhile": "Changed meanwhile: what was there a moment later would have served. Pending frees "
+    "ended, another thread or process freed memory, the driver refused what it said was free, or the request "
+    "named another stream than its thread's.",
     "private_pools": "Held by private pools: free, but in other pools than the request's: those of CUDA "
     "graphs and MemPools serve only what is made in them, and that gets nothing from elsewhere.",
     "another_stream": "Held by another stream: free in one block, which only the stream it was made on may "
     "use.",
-    "fragmented": "Fragmented: enough free in all, in no block that is large enough.",
-    "outside_pytorch": "Memory outside PyTorch: what others on the device have taken since this process "
-    "began would have been enough.",
-    "full": "Full: less was free in all than was asked for.",
+    "fragmented": "Fragmented: enough free in all, in no block that was large enough.",
+    "outside_pytorch": "Memory outside PyTorch: what others on the device use now, more than the least they "
+    "were seen to use, would have been enough.",
+    "full": "Full: less was free in all than was asked of the driver.",
     "refused": "Refused early by throw_on_cudamalloc_oom: neither was the driver asked nor anything flushed.",
     "unknown": "What was held could not be read.",
     "unexamined": "Counted alone: another was examined shortly before.",
@@ -88,11 +89,10 @@ class Failure(NamedTuple):
     free_now: int | None = None
     """On the device, when the rest was read."""
     pending_before: int = 0
-    """Pending frees that were seen before."""
-    alone: bool = False
-    """Whether one request was in flight: nobody else is known who could have freed anything meanwhile."""
-    idle_before: int | None = None
-    """Free bytes that were held in all before."""
+    """Pending frees of the request's kind that were seen before."""
+    freed_otherwise: int | None = None
+    """Bytes of that kind that may have been freed since then with no stream to wait for, by anybody; None
+    where the counters do not tell."""
     baseline: int | None = None
     """The least that others were ever seen to use on the device."""
     page: int = 20 * MIB
@@ -109,10 +109,16 @@ class Failure(NamedTuple):
 
     @property
     def external(self) -> int | None:
-        """Bytes that others use on the device: the CUDA context, NCCL, other processes."""
-        if self.total is None or self.reserved is None:
+        """Bytes that others use on the device, as it was looked at: the CUDA context, NCCL, others."""
+        if self.total is None or self.reserved is None or self.free_now is None:
             return None
-        return max(0, self.total - self.free - self.reserved)
+        return max(0, self.total - self.free_now - self.reserved)
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the largest free block is such that the request, which is not told, might fit into it."""
+        least, most = sizes(self.asked, self.page)
+        return self.blocks is not None and least <= self.blocks.largest < most
 
 
 def verdict(failure: Failure) -> str:
@@ -125,9 +131,10 @@ def verdict(failure: Failure) -> str:
     over = allowed is not None and allowed != failure.total and reserved + asked > allowed
     if over and needed <= free:
         return "fraction"
-    if blocks is not None and _would_fit(failure, blocks.largest):
-        return "pending_frees" if failure.pending_before or failure.alone else "changed_meanwhile"
-    _, most = sizes(asked, failure.page)
+    _, most = sizes(asked, failure.page)  # of a block below that it is not known whether it would do
+    if blocks is not None and blocks.largest >= most:
+        only_pending = failure.pending_before and failure.freed_otherwise == 0
+        return "pending_frees" if only_pending else "changed_meanwhile"
     if blocks is not None and blocks.pending >= most:
         return "pending_frees"
     if failure.free_now is not None and needed <= failure.free_now and not over:
@@ -162,22 +169,6 @@ def sizes(asked: int, page: int = 20 * MIB) -> tuple[int, int]:
 def kind_of(asked: int) -> str:
     """The pool of a request for which this was asked of the driver."""
     return SMALL if asked <= 2 * MIB else LARGE
-
-
-def _would_fit(failure: Failure, largest: int) -> bool:
-    """Whether a free block serves the request now, though none did before the flush.
-
-    The request itself is not told, only the range it is in. A block inside that range is an old one that was
-    too small, unless it is larger than all that was free before.
-    """
-    least, most = sizes(failure.asked, failure.page)
-    if largest >= most:
-        return True
-    if largest < least:
-        return False
-    if failure.pending_before and most - least < 2 * MIB:
-        return True
-    return failure.idle_before is not None and failure.idle_before < largest
 
 
 def usable_below(asked: int, page: int, max_split: int | None, slack: int = 20 * MIB) -> int | None:
