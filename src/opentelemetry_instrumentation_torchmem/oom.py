@@ -56,6 +56,8 @@ READINGS, LOOK_BACK = 16, 300.0
 """How many of the readings before an error are told, and of how many seconds."""
 TENTH = 10
 """Of the device: if others hold less than that, it is not worth a word."""
+TRIES = 3
+"""To read the allocator and ask the driver while what is held stays the same."""
 REQUESTS = 16
 """How many of the requests in flight are told, those first that grew most."""
 
@@ -95,6 +97,10 @@ class Evidence:
     requests: Sequence[InFlight] = ()
     settings: AllocatorSettings | None = None
     capturing: bool | None = None
+    unflushed: bool = False
+    """For sure: the allocator has given nothing back before it failed."""
+    in_default_pool: bool = True
+    """Whether the request was in that, as what headroom tells of is."""
     more: int = 0
     """Others on the device since the last one that was examined."""
     dump: str | None = None
@@ -130,7 +136,7 @@ class Evidence:
             said += (
                 f" {_size(failure.pending_before)} were pending before: a request of up to {most} fits now."
             )
-        if self.capturing:
+        if self.capturing and self.unflushed:
             said += " A graph was being captured: the allocator could not flush its cache"
             kept = None if self.map is None else self.map.releasable
             said += f", {_size(kept.least)}." if kept is not None and kept.least else "."
@@ -168,7 +174,7 @@ class Evidence:
             if failure.allowed != failure.total:
                 told[signals.OOM_ALLOWED.name] = failure.allowed
             if failure.external is not None and failure.baseline is not None:
-                told[signals.OOM_EXTERNAL_GROWTH.name] = failure.external - failure.baseline
+                told[signals.OOM_EXTERNAL_GROWTH.name] = max(0, failure.external - failure.baseline)
             if failure.blocks is not None:
                 told[signals.OOM_OWN_FREE.name] = failure.blocks.own
                 told[signals.OOM_OWN_LARGEST.name] = failure.blocks.largest
@@ -177,7 +183,8 @@ class Evidence:
         elif self.state is not None and self.allowed != self.state.limit:
             told[signals.OOM_ALLOWED.name] = self.allowed
         if self.map is not None:
-            if self.map.headroom is not None and not self.capturing:  # it counts on a flush
+            # it counts on a flush, too
+            if self.map.headroom is not None and self.in_default_pool and not self.unflushed:
                 told[signals.OOM_HEADROOM.name] = self.map.headroom.least
             told[signals.OOM_FRAGMENTATION.name] = self.map.fragmentation
         ledger = None if self.state is None else self.state.ledger
@@ -490,8 +497,7 @@ class OomWatch:
         attempt = self._attempt
         named = attempt(source.device, device) or named
         settings = told = attempt(source.settings)
-        reading = attempt(source.read, device)
-        driver = attempt(source.driver_memory, device)
+        reading, driver, together = self._of_one_moment(source, device)
         snapshot = attempt(source.snapshot)
         if snapshot is not None and settings is not None:
             settings = attempt(settings_at, snapshot, settings)
@@ -501,21 +507,19 @@ class OomWatch:
         fraction = attempt(source.memory_fraction, device)
         if fraction is None and given is not None and driver is not None:  # before torch could tell
             fraction = 1.0 if given[1] >= driver.total else (given[1] + 0.5) / driver.total
-        free = given[2] if given is not None else None if driver is None else driver.free
         device_map = failure = None
         live_pools: Collection[PoolOn] = ()
         if snapshot is not None and settings is not None and stream is not None and reading is not None:
-            known_driver = None if driver is None or free is None else DriverMemory(free, driver.total)
-            limits = Limits(known_driver, fraction, reading.reserved)
+            limits = Limits(driver, fraction, reading.reserved)
             live_pools = attempt(self._live_pools) or ()
             device_map = attempt(_map, snapshot, settings, device, limits, stream, live_pools)
-            if stream != DEFAULT_STREAM or driver != known_driver:
-                limits = Limits(driver, fraction, reading.reserved)
+            if stream != DEFAULT_STREAM:
                 later = attempt(_map, snapshot, settings, device, limits, DEFAULT_STREAM, live_pools)
             else:
                 later = device_map
             if later is not None and told is not None:
                 self._sampler.take_over(later, reading, told)
+        captured = bool(attempt(source.is_capturing, device))
         pools = attempt(self._pools_in_force, source, device_map, stream, live_pools) or (DEFAULT_POOL,)
         requests = attempt(self._in_flight, device, reading) or ()
         if given is not None:
@@ -528,6 +532,7 @@ class OomWatch:
                 reserved=None if reading is None else reading.reserved,
                 blocks=attempt(_blocks, device_map, settings, stream, given[0], pools),
                 free_now=None if driver is None else driver.free,
+                external=external(reading, driver) if reading and driver and together else None,
                 pending_before=pending_before,
                 freed_otherwise=freed_otherwise,
                 baseline=self._sampler.recorder.least_external(device),
@@ -539,16 +544,32 @@ class OomWatch:
             failure=failure,
             verdict=REFUSED if failure is None else verdict(failure),
             at=at,
-            state=_state(reading, driver, free, device_map),
+            state=_state(reading, driver, together, device_map),
             map=device_map,
             recent=recent,
             requests=requests,
             settings=settings,
-            capturing=self._captures.under_way or attempt(source.is_capturing),
+            capturing=self._captures.under_way or captured,
+            unflushed=captured or (before is not None and reading is not None and _no_retry(before, reading)),
+            in_default_pool=DEFAULT_POOL in pools,
             more=more,
             dump=self._dump(snapshot),
             said=_said(sys.exc_info()[1]) if failure is None else None,
         )
+
+    def _of_one_moment(
+        self, source: Source, device: int
+    ) -> tuple[AllocatorReading | None, DriverMemory | None, bool]:
+        """What the allocator and the driver say, and whether as much was held at the one as at the other."""
+        reading = driver = None
+        for _ in range(TRIES):
+            reading = self._attempt(source.read, device)
+            driver = self._attempt(source.driver_memory, device)
+            if reading is None or driver is None:
+                return reading, driver, False
+            if self._attempt(source.holds_as_much, reading):
+                return reading, driver, True
+        return reading, driver, False
 
     def _pools_in_force(
         self,
@@ -557,15 +578,18 @@ class OomWatch:
         stream: int | None,
         live_pools: Collection[PoolOn],
     ) -> Collection[PoolId]:
-        """The pools that serve the failing thread: with its stream captured, that of the graph, which has no
-        owner before the capture has ended."""
+        """The pools that serve the failing thread: with its stream captured, that of the graph, which unless
+        it was given one has no owner before the capture has ended."""
         if device_map is None:
             return ()
         entered = self._pool_in_force(device_map.device)
         if entered is not None:
             return (entered,)
-        if not source.is_capturing():
+        if stream is None or not source.is_capturing(device_map.device):
             return ()
+        given = self._captures.pool_given(device_map.device, stream)
+        if given is not None:
+            return (given,)
         return {
             place.pool
             for place in device_map.places
@@ -701,16 +725,21 @@ def _freed_before(
     return seen, None if freed < 0 else max(0, freed - (seen - pending))
 
 
+def _no_retry(before: AllocatorReading, after: AllocatorReading) -> bool:
+    """Whether the allocator has not asked the driver again, as it does after each flush."""
+    return after.retries is not None and after.retries == before.retries
+
+
 def _state(
     reading: AllocatorReading | None,
     driver: DriverMemory | None,
-    free: int | None,
+    together: bool,
     device_map: DeviceMap | None,
 ) -> DeviceState | None:
-    if reading is None or driver is None or free is None:
+    if reading is None or driver is None:
         return None
-    used_elsewhere = external(reading, DriverMemory(free, driver.total))
     current = device_map is not None and device_map.is_of(reading)
+    used_elsewhere = external(reading, driver) if together else None
     return DeviceState(reading, 0.0, {}, driver.total, used_elsewhere, device_map, map_is_current=current)
 
 

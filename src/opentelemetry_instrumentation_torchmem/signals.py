@@ -336,11 +336,14 @@ OOM_DEVICE_FREE = _oom(
 OOM_DEVICE_TOTAL = _oom("device_total", "The device's total.")
 OOM_ALLOWED = _oom("allowed", "Bytes that the process may hold.", "when a memory fraction is set")
 OOM_RESERVED = _oom("reserved", "Bytes held from the driver after the allocator's own flush.")
-OOM_OWN_FREE = _oom("own_free", "Bytes held and free that the failing thread's stream may use.")
+OOM_OWN_FREE = _oom(
+    "own_free", "Bytes held and free that the failing thread's stream may use, in the pool of its requests."
+)
 OOM_OWN_LARGEST = _oom("own_largest", "The largest block of these that serves a request of that kind.")
 OOM_OTHER_STREAMS = _oom("other_streams_free", "Bytes held and free that only other streams may use.")
 OOM_PRIVATE_POOLS = _oom(
-    "private_pools_free", "Bytes held and free in the pools of CUDA graphs and MemPools."
+    "private_pools_free",
+    "Bytes held and free in the pools of CUDA graphs and MemPools, but in the request's own.",
 )
 OOM_PENDING_BEFORE = _oom(
     "pending_before",
@@ -352,7 +355,12 @@ OOM_EXTERNAL_GROWTH = _oom(
     "Bytes that others use on the device, more than the least that was ever seen.",
     "when it was seen before",
 )
-OOM_HEADROOM = _oom("headroom", "The largest request that would have succeeded.")
+OOM_HEADROOM = _oom(
+    "headroom",
+    "The largest request of the failing thread's stream, in the default pool, that would have succeeded when "
+    "it was examined.",
+    "when it was examined, the request was in the default pool and the allocator had flushed its cache",
+)
 OOM_FRAGMENTATION = Attribute(
     "torch.memory.oom.fragmentation",
     "The trapped share of what is held after the flush.",
@@ -396,7 +404,8 @@ OOM_SETTINGS = Attribute(
 )
 OOM_CAPTURING = Attribute(
     "torch.memory.oom.capturing",
-    "Whether a CUDA graph was being captured, on any thread: the allocator cannot flush its cache then.",
+    "Whether a CUDA graph was being captured, on any thread. Where the allocator could not flush its cache "
+    "for that, the summary says so.",
     "boolean",
     required=_EXAMINED,
 )

@@ -306,7 +306,30 @@ def inside_a_pool() -> dict:
             raise ZeroDivisionError
         del blocks[1:]
         event = verdict_of(watched, 450 * MIB)
+    assert "headroom" not in event  # it would be that of the default pool
     return event | {"pools": [str(pool.id), str(other.id)]}
+
+
+def in_a_graph_that_shares_its_pool(size: int) -> dict:
+    """The pool's owner is an earlier graph, and what it left free serves the later one."""
+    import torch
+
+    watched = Watched()
+    shared, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first, pool=shared, stream=side):
+        take(400 * MIB)
+    kept = [take(300 * MIB)]
+    with torch.cuda.graph(second, pool=shared, stream=side):
+        kept.append(take(200 * MIB))
+        with track("answer"):
+            fail(size)
+        held = torch.cuda.memory_reserved()
+        kept.append(take(200 * MIB))
+        assert torch.cuda.memory_reserved() == held
+    (event,) = watched.events
+    assert (event["own_free"], event["private_pools_free"]) == (200 * MIB, 0)
+    return event | {"kept": len(kept)}
 
 
 def inside_an_empty_pool() -> dict:
@@ -320,6 +343,54 @@ def inside_an_empty_pool() -> dict:
     with torch.cuda.use_mem_pool(pool):
         event = verdict_of(watched, 500 * MIB)
     return event | {"pools": [str(pool.id), str(other.id)]}
+
+
+def an_observer_that_makes_room() -> dict:
+    """The user's, before ours: what it gave back is nobody else's."""
+    import torch
+
+    torch.cuda.init()
+    ballast = [take(300 * MIB)]
+
+    def let_go(*_) -> None:
+        ballast.clear()
+        torch.cuda.empty_cache()
+
+    torch._C._cuda_attach_out_of_memory_observer(let_go)
+    watched = Watched()
+    watched.exported.collect()
+    kept = take(100 * MIB)
+    event = verdict_of(watched, 950 * MIB)
+    assert "external=0" in event["ledger"]
+    assert (event["external_growth"], event["headroom"]) == (0, 924 * MIB)  # it has room now
+    return event | {"kept": kept.numel()}
+
+
+def while_the_driver_was_asked() -> dict:
+    """Another thread gives memory back between a collection's reading and the driver's word."""
+    import torch
+    from emulator import control
+
+    control.external_malloc(0, 300 * MIB)
+    watched = Watched()
+    kept = take(50 * MIB)
+    watched.exported.collect()
+    take(400 * MIB)
+    control.pause("cudaMemGetInfo", 1, 600)
+
+    def give_back() -> None:
+        while not control.inside("cudaMemGetInfo"):
+            time.sleep(0.005)
+        torch.cuda.empty_cache()
+
+    thread = threading.Thread(target=give_back)
+    thread.start()
+    told_then = watched.exported.collect().ledger()
+    thread.join()
+    assert told_then["external"] == 300 * MIB
+    event = verdict_of(watched, 800 * MIB)
+    assert f"external={300 * MIB}" in event["ledger"]
+    return event | {"kept": kept.numel()}
 
 
 def pending_elsewhere_during_a_capture() -> dict:
@@ -460,6 +531,10 @@ EXPECTED = [
         "Fragmented",
         "(550.0 MiB held and free, the largest block of use 100.0",
     ),
+    (in_a_graph_that_shares_its_pool, (500 * MIB,), "fragmented", "Fragmented", "(200.0 MiB held and free"),
+    (in_a_graph_that_shares_its_pool, (900 * MIB,), "full", "Full", "not flush its cache."),
+    (an_observer_that_makes_room, (), "full", "Full", "950.0 MiB asked of the driver, 624.0 MiB free"),
+    (while_the_driver_was_asked, (), "full", "Full", "(others hold 300.0 MiB of the device)"),
     (inside_an_empty_pool, (), "private_pools", "in other pools than the request's", "(600.0 MiB)"),
     (
         pending_elsewhere_during_a_capture,
@@ -803,7 +878,13 @@ def the_very_first_request() -> dict:
     before = [torch.cuda.is_initialized(), control.contexts_made()]
     with track("answer"):
         fail(2000 * MIB)
-    return {"before": before, "events": watched.events, "records": len(watched.records)}
+    return {
+        "before": before,
+        "events": watched.events,
+        "records": len(watched.records),
+        "verdicts": watched.verdicts,
+        "ooms": watched.exported.value("torch.memory.ooms"),
+    }
 
 
 def test_the_first_request_of_a_process_is_seen_and_no_context_is_made_before(gpu):
@@ -811,6 +892,8 @@ def test_the_first_request_of_a_process_is_seen_and_no_context_is_made_before(gp
     assert got["before"] == [False, 0]
     assert [event["verdict"] for event in got["events"]] == ["full"]
     assert got["records"] == 1
+    assert got["verdicts"] == {"full": 1}
+    assert got["ooms"] == 1
 
 
 def on_and_off() -> list:
@@ -974,6 +1057,54 @@ def test_an_error_during_a_capture_says_that_nothing_could_be_flushed(gpu):
         "A graph was being captured: the allocator could not flush its cache, 600.0 MiB." in event["summary"]
     )
     assert "headroom" not in event  # it would count on a flush
+
+
+def beside_a_capture(where: str) -> dict:
+    """The allocator has flushed what it could: the failing stream is not the captured one."""
+    import torch
+
+    watched = Watched()
+    device = 1 if where == "another device" else 0
+    kept = torch.empty(100 * MIB, dtype=torch.uint8, device=device)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    capturing, done = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="relaxed")
+            capturing.set()
+            if where == "another thread":
+                done.wait(30)
+            else:
+                run_out()
+            graph.capture_end()
+
+    def run_out() -> None:
+        stream = torch.cuda.Stream(device) if where == "another stream" else None
+        with torch.cuda.stream(stream):
+            torch.empty(300 * MIB, dtype=torch.uint8, device=device)
+            with contextlib.suppress(torch.cuda.OutOfMemoryError), track("answer"):
+                torch.empty(950 * MIB, dtype=torch.uint8, device=device)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    if where == "another thread":
+        capturing.wait(30)
+        run_out()
+        done.set()
+    thread.join()
+    return watched.events[0] | {"kept": kept.numel()}
+
+
+@pytest.mark.parametrize("where", ["another thread", "another stream", "another device"])
+def test_an_error_beside_a_capture_does_not_say_that_nothing_was_flushed(gpu, where):
+    event = gpu.run(
+        beside_a_capture, args=[where], memory="1GiB", devices=2, env={"PYTHONWARNINGS": "ignore"}
+    )
+    assert event["capturing"] is True
+    assert event["reserved"] == 100 * MIB
+    assert "could not flush" not in event["summary"]
+    assert event["headroom"] == 924 * MIB
 
 
 def on_two_devices() -> dict:

@@ -28,7 +28,7 @@ NOTHING_FREE = FreeBlocks(0, 0, 0, 0, 0)
 
 def failed(asked=64, free=10, total=1000, allowed=None, reserved=980, blocks=NOTHING_FREE, **known):
     """A failure, in MiB."""
-    for name in ("free_now", "pending_before", "freed_otherwise", "baseline", "page"):
+    for name in ("free_now", "pending_before", "freed_otherwise", "external", "baseline", "page"):
         if name in known:
             known[name] *= MIB
     return Failure(
@@ -82,14 +82,10 @@ def failed(asked=64, free=10, total=1000, allowed=None, reserved=980, blocks=NOT
         (failed(blocks=(18, 18, 18, 18, 0)), "fragmented"),  # none of them alone
         (failed(blocks=(17, 17, 18, 18, 0)), "full"),
         # memory outside PyTorch: what others took since
-        (failed(reserved=500, free_now=10, baseline=436), "outside_pytorch"),  # 490 now, 54 more; 10 are free
-        (failed(reserved=500, free_now=10, baseline=437), "full"),
-        (
-            failed(reserved=500, free_now=11, baseline=436),
-            "full",
-        ),  # of one moment
-        (failed(reserved=500, baseline=436), "full"),
-        (failed(reserved=500, free_now=10), "full"),  # what was there from the beginning is unknown
+        (failed(external=490, baseline=436), "outside_pytorch"),  # 54 more, and 10 are free
+        (failed(external=490, baseline=437), "full"),
+        (failed(baseline=0), "full"),  # it could not be read in one moment
+        (failed(external=490), "full"),  # what was there from the beginning is unknown
         # expandable segments are mapped in whole pages
         (failed(asked=32, free=34, free_now=34), "changed_meanwhile"),
         (failed(asked=32, free=34, free_now=34, expandable=True), "fragmented"),

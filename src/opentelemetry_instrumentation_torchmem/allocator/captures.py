@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from .pools import Owners, PoolWatch, living, of_classes
 from .replaced import Replaced
-from .snapshot import PoolOn
+from .snapshot import DEFAULT_POOL, PoolId, PoolOn
 from .source import initialised_torch
 
 _T = TypeVar("_T")
@@ -22,8 +22,9 @@ class CaptureWatch:
     """Replaces the ends of a capture on ``torch.cuda.CUDAGraph`` by plain functions that note them."""
 
     def __init__(self) -> None:
-        self._capturing: WeakSet[Any] = WeakSet()
-        """Graphs; one whose capture was broken off goes with the graph."""
+        self._capturing: WeakKeyDictionary[Any, tuple[int, int, PoolId] | None] = WeakKeyDictionary()
+        """Graphs, with the device and the stream of the capture and the pool that it was given, where that is
+        known; one whose capture was broken off goes with the graph."""
         self._beginning = threading.RLock()
         self._replaced = Replaced()
         self._graphs = Owners()
@@ -38,6 +39,13 @@ class CaptureWatch:
         without it while one is under way."""
         with self._beginning:
             return None if self._capturing else act()
+
+    def pool_given(self, device: int, stream: int) -> PoolId | None:
+        """The pool that the capture of a stream was given, or the only capture on the device, which others
+        may have joined. None where it has one of its own."""
+        on_device = [given for given in tuple(self._capturing.values()) if given and given[0] == device]
+        given = [given for given in on_device if given[1] == stream] or on_device
+        return given[0][2] if len(given) == 1 and given[0][2] != DEFAULT_POOL else None
 
     def owned(self) -> set[PoolOn]:
         """The pools that a graph which was captured and not reset owns for sure."""
@@ -65,19 +73,30 @@ class CaptureWatch:
 
     def _begins(self, original: Callable[..., Any], graph: Any, /, *args: Any, **kwargs: Any) -> Any:
         with self._beginning:
-            self._capturing.add(graph)
+            self._capturing[graph] = _given(*args, **kwargs)
             self._graphs.note(graph)
         try:
             return original(graph, *args, **kwargs)
         except BaseException:
-            self._capturing.discard(graph)
+            self._capturing.pop(graph, None)
             raise
 
     def _ends(self, original: Callable[..., Any], graph: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(graph, *args, **kwargs)
         finally:
-            self._capturing.discard(graph)
+            self._capturing.pop(graph, None)
+
+
+def _given(pool: Any = None, *_: Any, **__: Any) -> tuple[int, int, PoolId] | None:
+    """What a capture that begins now on the calling thread has been given."""
+    torch = initialised_torch()
+    if torch is None:
+        return None
+    with suppress(Exception):  # a broken context: this is the user's call
+        stream = torch.cuda.current_stream()
+        return stream.device_index, stream.cuda_stream, DEFAULT_POOL if pool is None else tuple(pool)
+    return None
 
 
 def note_older(*watches: PoolWatch | CaptureWatch) -> None:

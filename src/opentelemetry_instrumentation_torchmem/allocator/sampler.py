@@ -167,7 +167,7 @@ class Sampler:
         collection comes to ask for it."""
         if reading.at - self._external_at.get(reading.device, -inf) < self._max_age:
             return None
-        return self._driver(source, reading.device, reading)[0]
+        return self._driver(source, reading.device, reading, source.holds_as_much)[0]
 
     def latest(self, device: int) -> AllocatorReading | None:
         """The latest reading of a device, whoever took it."""
@@ -312,7 +312,7 @@ class Sampler:
             return self._state(source, index, may_read, surveyed)
         self.last[index] = reading
         self._telemetry.spent("stats", perf_counter() - began)
-        used_elsewhere, limit = self._driver(source, index, reading)
+        used_elsewhere, limit = self._driver(source, index, reading, lambda read: self._still(source, read))
         self.recorder.note(reading, used_elsewhere)
         return self._device_state(reading, limit, used_elsewhere, surveyed)
 
@@ -337,8 +337,21 @@ class Sampler:
             return False
         return monotonic() - latest.at <= self._max_age and (self._windows.count > 0 or not may_read)
 
-    def _driver(self, source: Source, index: int, reading: AllocatorReading) -> tuple[int | None, int | None]:
-        """What others use on the device, and its limit, from the driver right after a reading.
+    def _still(self, source: Source, reading: AllocatorReading) -> bool:
+        """Whether as much is held as a collection has read; no if that cannot be asked beside a request."""
+        if self._sampling == "always":
+            return source.holds_as_much(reading)
+        return bool(self._windows.while_none_open(lambda: source.holds_as_much(reading)))
+
+    def _driver(
+        self,
+        source: Source,
+        index: int,
+        reading: AllocatorReading,
+        still: Callable[[AllocatorReading], bool],
+    ) -> tuple[int | None, int | None]:
+        """What others use on the device, and its limit, from the driver right after a reading, which must
+        ``still`` hold then; else what was known of the others before.
 
         Kept for the collections that a request's reading serves: from a reading and a driver's figure of
         different times, what the allocator won in between would look like somebody else's.
@@ -347,6 +360,8 @@ class Sampler:
         if driver is None:
             self._external.pop(index, None)
             return None, None
+        if not still(reading):
+            return self._external.get(index, (None, None))[0], driver.total
         self._external_at[index] = reading.at
         known = self._external[index] = external(reading, driver), driver.total
         return known

@@ -86,8 +86,8 @@ class Source:
         return _statistics_call(self._torch, safe)
 
     def used_devices(self, look: bool = True) -> list[int]:
-        """Devices this process has ever reserved memory on, or has a context on where the backend keeps
-        no statistics. Without ``look`` those known by now: nothing is read."""
+        """Devices this process has ever reserved memory on, or tried to in vain, or has a context on where
+        the backend keeps no statistics. Without ``look`` those known by now: nothing is read."""
         if look:
             self._used.update(
                 index for index in range(self._count) if index not in self._used and self._is_used(index)
@@ -106,8 +106,14 @@ class Source:
         mutex."""
         return AllocatorReading(index, monotonic(), self.statistics(index))
 
+    def holds_as_much(self, reading: AllocatorReading) -> bool:
+        """Whether nothing was taken from the driver or given back since a reading: what the driver has said
+        meanwhile is of the same moment."""
+        held = reading.statistics.get("reserved_bytes")
+        return held is not None and held == self.statistics(reading.device).get("reserved_bytes")
+
     def statistics(self, index: int) -> dict[str, Any]:
-        """The same without the time. Figures that this backend, mode or release cannot give are left out."""
+        """A reading without the time. Figures that this backend, mode or release cannot give are left out."""
         if self.backend == NATIVE:
             statistics = self._statistics(index)
             if self._expandable or is_mapped(statistics):
@@ -155,9 +161,13 @@ class Source:
         """The stream of the calling thread on a device, as a snapshot's segments name theirs."""
         return self._torch.cuda.current_stream(index).cuda_stream
 
-    def is_capturing(self) -> bool:
-        """Whether the calling thread's stream is being captured into a graph."""
-        return bool(self._torch.cuda.is_current_stream_capturing())
+    def is_capturing(self, index: int) -> bool:
+        """Whether the calling thread's stream on a device is being captured into a graph."""
+        cuda = self._torch.cuda
+        asked = getattr(cuda.current_stream(index), "is_capturing", None)
+        if asked is not None:
+            return bool(asked())
+        return cuda.current_device() == index and bool(cuda.is_current_stream_capturing())
 
     def driver_memory(self, index: int) -> DriverMemory:
         """The whole device's free and total; releases the interpreter, takes no allocator mutex.
@@ -205,8 +215,9 @@ class Source:
             return False
         if self.backend != NATIVE:
             return True
-        reserved = self._statistics(index)["reserved_bytes"]["all"]
-        return bool(reserved["peak"] or reserved["allocated"])
+        statistics = self._statistics(index)
+        reserved = statistics["reserved_bytes"]["all"]
+        return bool(reserved["peak"] or reserved["allocated"] or statistics["num_ooms"])
 
 
 _UNCACHING = frozenset({"PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"})

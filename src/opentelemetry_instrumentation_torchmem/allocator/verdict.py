@@ -93,6 +93,8 @@ class Failure(NamedTuple):
     freed_otherwise: int | None = None
     """Bytes of that kind that may have been freed since then with no stream to wait for, by anybody; None
     where the counters do not tell."""
+    external: int | None = None
+    """Bytes that others used on the device, when it was read: the CUDA context, NCCL, other processes."""
     baseline: int | None = None
     """The least that others were ever seen to use on the device."""
     page: int = 20 * MIB
@@ -106,13 +108,6 @@ class Failure(NamedTuple):
         if not self.expandable or kind_of(self.asked) == SMALL:
             return self.asked
         return -(-self.asked // self.page) * self.page
-
-    @property
-    def external(self) -> int | None:
-        """Bytes that others use on the device, as it was looked at: the CUDA context, NCCL, others."""
-        if self.total is None or self.reserved is None or self.free_now is None:
-            return None
-        return max(0, self.total - self.free_now - self.reserved)
 
     @property
     def may_fit(self) -> bool:
