@@ -2,7 +2,8 @@
 """The evidence of an out of memory error: taken on the failing thread, told as an event, a log record and a
 counter.
 
-Knows the allocator's room and the table. The user's exception stays as it is: nothing in here raises into it.
+Knows the allocator's room and the table. The user's exception stays as it is: nothing of ours raises into it.
+What a signal handler of theirs raises meanwhile, as timeouts do, takes its place: kept back it would be lost.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from .allocator.verdict import (
     usable_below,
     verdict,
 )
+from .interrupted import is_a_signal_handlers
 from .package import NAME
 from .telemetry import OwnTelemetry
 from .version import __version__
@@ -364,7 +366,7 @@ class OomWatch:
         return self._verdicts.of(device)
 
     def seen(self, device: int, asked: int, allowed: int, free: int) -> None:
-        """Take an error's evidence and tell it. Never raises."""
+        """Take an error's evidence and tell it. Raises nothing of ours."""
         this = self._this_thread
         if getattr(this, "busy", False):  # memory ran out while it was looked at
             return
@@ -386,7 +388,8 @@ class OomWatch:
         context: Context,
     ) -> None:
         """A request has ended with an OutOfMemoryError. Of an allocation that was refused early, as
-        ``throw_on_cudamalloc_oom`` has it, no observer is told: if it was that, tell it now. Never raises."""
+        ``throw_on_cudamalloc_oom`` has it, no observer is told: if it was that, tell it now. Raises nothing
+        of ours."""
         try:
             if getattr(self._this_thread, "at", 0.0) >= began:  # it was told when it happened
                 return
@@ -404,7 +407,8 @@ class OomWatch:
         exclusive: bool,
     ) -> None:
         """Allocations were refused early while a request was in flight, and it has ended without that error:
-        it, or under overlap somebody, caught it. Told once, on its span if it was its own. Never raises."""
+        it, or under overlap somebody, caught it. Told once, on its span if it was its own. Raises nothing of
+        ours."""
         try:
             told = dict(self._refusals_told)
             for reading in self._refused_within(before, after):
@@ -655,6 +659,8 @@ class OomWatch:
             return None
 
     def _failed(self, error: Exception) -> None:
+        if is_a_signal_handlers(error):
+            raise error
         self._telemetry.skip("error")
         self._telemetry.say_once(
             f"oom {type(error).__name__}",
@@ -865,10 +871,11 @@ def _attach(torch: Any) -> None:
 
 
 def _observe(device: int, asked: int, allowed: int, free: int) -> None:
-    """Never raises: what does would take the place of the user's OutOfMemoryError."""
+    """Raises nothing of ours: it would take the place of the user's OutOfMemoryError."""
     try:
         watch = _watch
         if watch is not None:
             watch.seen(device, asked, allowed, free)
-    except Exception:
-        pass
+    except Exception as error:
+        if is_a_signal_handlers(error):
+            raise

@@ -171,7 +171,7 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "allocator/captures.py",
-                        "            self._capturing.add(graph)\n",
+                        "            self._capturing[graph] = _given(*args, **kwargs)\n",
                         "",
                         "captures are noted on whichever thread they begin",
                     )
@@ -229,7 +229,7 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                     guard(
                         "oom.py",
                         "            watch.seen(device, asked, allowed, free)\n    ",
-                        ":\n",
+                        " as error:\n",
                         "and once more around it",
                     ),
                 ],
@@ -621,9 +621,24 @@ def _faults() -> Iterator[tuple[str, Sequence[Fault]]]:
                 [
                     Removal(
                         "requests/probe.py",
-                        "        if _is_a_signal_handlers(error):\n            raise error\n",
+                        "        if is_a_signal_handlers(error):\n            raise error\n",
                         "",
                         "what a handler raised is told from a fault of ours",
+                    )
+                ],
+            ),
+            Fault(
+                "A signal handler raises while an error is examined",
+                "`SIGALRM` while the evidence of an out of memory error is taken, its handler raises.",
+                "The user gets the handler's exception, in the place of torch's, which is counted; calls go on, and "
+                "the next error is the user's own.",
+                "faults/test_host.py::test_what_a_signal_handler_raises_while_an_error_is_examined_reaches_the_user",
+                [
+                    Removal(
+                        "oom.py",
+                        "        if is_a_signal_handlers(error):\n            raise error\n",
+                        "",
+                        "what a handler raised is told from a part that failed",
                     )
                 ],
             ),

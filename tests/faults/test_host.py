@@ -255,6 +255,59 @@ def test_what_a_signal_handler_raises_within_a_measurement_reaches_the_user(gpu)
     assert got["durations"] >= 3
 
 
+def a_handler_that_raises_while_an_error_is_examined() -> dict:
+    from opentelemetry_instrumentation_torchmem.allocator.source import Source
+
+    served = Served(snapshot_share=0)
+    kept = take(700)
+    whole, due = Source.snapshot, [True]
+
+    def interrupted(source: Source) -> dict:
+        if due and due.pop():
+            signal.raise_signal(signal.SIGALRM)
+        return whole(source)
+
+    def reached(*_: Any) -> None:
+        raise TimeoutError("the user's time is up")
+
+    Source.snapshot = interrupted
+    signal.signal(signal.SIGALRM, reached)
+
+    @track("answer")
+    def answer(mib: int) -> int:
+        return take(mib).numel()
+
+    answers: list[Any] = []
+    for mib in (500, 100, 500):
+        try:
+            answers.append(answer(mib))
+        except Exception as error:
+            answers.append([type(error).__name__, str(error)[:21]])
+    seen = served.collect()
+    return {
+        "answers": answers,
+        "errors": [span.attributes.get("error.type") for span in served.spans],
+        "verdicts": {
+            labels["torch.memory.oom.verdict"]: count
+            for labels, count in seen.all("torch.memory.oom.verdicts")
+            if count
+        },
+        "active": served.active,
+        "skipped": served.skipped,
+        "lines": served.lines,
+        "kept": kept.numel(),
+    }
+
+
+def test_what_a_signal_handler_raises_while_an_error_is_examined_reaches_the_user(gpu):
+    got = gpu.run(a_handler_that_raises_while_an_error_is_examined, memory="1GiB")
+    up = ["TimeoutError", "the user's time is up"]
+    assert got["answers"] == [up, 100 * MIB, ["OutOfMemoryError", "CUDA out of memory. T"]]
+    assert got["errors"] == ["TimeoutError", None, "OutOfMemoryError"]
+    assert got["verdicts"] == {"unknown": 1, "unexamined": 1}
+    assert (got["active"], got["skipped"], got["lines"]) == (0, {}, [])
+
+
 # ---- the interpreter ends
 
 

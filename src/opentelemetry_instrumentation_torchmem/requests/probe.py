@@ -8,7 +8,6 @@ guards itself once, as a whole.
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,9 +15,8 @@ from contextlib import suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import get_ident, main_thread
+from threading import get_ident
 from time import monotonic, sleep, time_ns
-from traceback import walk_tb
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -39,6 +37,7 @@ from ..allocator.reading import AllocatorReading
 from ..allocator.sampler import Readings as RawReadings
 from ..allocator.sampler import Sampler
 from ..allocator.windows import NOTHING_KNOWN, Change, OpenWindows, Window, total
+from ..interrupted import is_a_signal_handlers
 from ..telemetry import OwnTelemetry
 from .names import SpanName
 from .shapes import NO_INPUTS, Inputs, described, inputs_of
@@ -401,7 +400,7 @@ class Requests:
         try:
             hook(*arguments)
         except Exception as error:
-            if _is_a_signal_handlers(error):
+            if is_a_signal_handlers(error):
                 raise
             self.telemetry.skip("hook")
             self.telemetry.say_once(name, "torchmem: %s %r raised and is passed over: %r", name, hook, error)
@@ -411,7 +410,7 @@ class Requests:
     ) -> None:
         """A fault of ours: counted, told once for each target and kind, and kept from the caller; what a
         signal handler of the user's raised meanwhile is none, and goes on to them."""
-        if _is_a_signal_handlers(error):
+        if is_a_signal_handlers(error):
             raise error
         self.telemetry.skip("request")
         self.telemetry.say_once(
@@ -567,15 +566,6 @@ _HOOKS = Window()
 
 def _whole(readings: RawReadings | None) -> Readings:
     return [AllocatorReading._make(reading) for reading in readings or ()]
-
-
-def _is_a_signal_handlers(error: Exception) -> bool:
-    """Whether a signal handler has raised it, as timeouts do, wherever the main thread was."""
-    if get_ident() != main_thread().ident:
-        return False
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
-    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
 def _take_back(span: Any, keys: Iterable[str]) -> None:
