@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
+import resource
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -279,13 +281,63 @@ def test_a_file_that_cannot_be_read_is_told_by_its_name(tmp_path):
     )
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
 def test_a_full_disk_leaves_no_half_a_picture(dump, tmp_path):
-    (tmp_path / "map.svg").symlink_to("/dev/full")
+    """As one is full: no file may have more than 1 KiB."""
+    small = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))}
+    done = command(dump, "--output", "map.svg", cwd=tmp_path, **small)
+    assert (done.returncode, done.stderr) == (2, "torchmem snapshot: error: map.svg: File too large\n")
+    assert list(tmp_path.iterdir()) == [dump]
+
+
+def test_what_is_no_regular_file_is_not_written_to(dump, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "map.svg").symlink_to("pipe")  # nobody reads from it: to open it would wait for ever
     done = command(dump, "--output", "map.svg", "--force", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "torchmem snapshot: error: map.svg is no regular file: another --output\n",
+    )
+
+
+def test_a_link_to_nothing_is_written_through_where_that_is_asked_for(dump, tmp_path):
+    (tmp_path / "map.svg").symlink_to("there.svg")
+    assert command(dump, "--output", "map.svg", cwd=tmp_path).returncode == 2
+    done = command(dump, "--output", "map.svg", "--force", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    ElementTree.parse(tmp_path / "there.svg")
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_a_name_that_is_too_long_for_the_pictures_is_told(dump, tmp_path, force):
+    long = tmp_path / ("a" * 251)
+    dump.rename(long)
+    done = command(long.name, *force, cwd=tmp_path)
     assert done.returncode == 2
-    assert "map.svg: No space left on device" in done.stderr
-    assert os.path.exists("/dev/full")
+    assert done.stderr == (
+        f"torchmem snapshot: error: {'a' * 251}.html: File name too long: another --output\n"
+    )
+    assert command(long.name, "--output", "map.svg", cwd=tmp_path).returncode == 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "shown"), [(Terminal, "\rreading: 12%\rreading: 50%\r            \r"), (io.StringIO, "")]
+)
+def test_a_terminal_is_told_how_far_a_file_that_takes_long_is_read(monkeypatch, stream, shown):
+    from opentelemetry_instrumentation_torchmem.cli import snapshot
+
+    times = iter([100.0, 100.9, *[102.0] * 9])
+    monkeypatch.setattr(snapshot, "monotonic", lambda: next(times))
+    said = stream()
+    monkeypatch.setattr(sys, "stderr", said)
+    with snapshot._progress() as progress:
+        for share in (0.01, 0.121, 0.124, 0.5):
+            progress(share)
+    assert said.getvalue() == shown
 
 
 def test_it_needs_no_torch(dump, tmp_path):

@@ -409,6 +409,9 @@ def test_it_imports_no_torch_and_exits_with_0_where_all_is_sound_and_1_where_it_
         assert not set(absent) & set(given)
 
 
+HISTORY = [{"action": "alloc", "addr": 0, "size": 5, "stream": 0, "time_us": 1}]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -426,7 +429,22 @@ def test_it_imports_no_torch_and_exits_with_0_where_all_is_sound_and_1_where_it_
         ),
         (
             {"segments": [], "torchmem": {"devices": {"0": {}}, "graph_pools": 3}},
-            "torchmem: graph_pools must be pairs of numbers",
+            "torchmem: graph_pools must be pairs of numbers, at most 10,000",
+        ),
+        *(
+            (
+                {"segments": [], "torchmem": {"devices": {"0": {}}, "graph_pools": pools}},
+                "torchmem: graph_pools must be pairs of numbers, at most 10,000",
+            )
+            for pools in ([(1 << 64, 0)], [(0, -1)], [(float("inf"), 0)], ["12"], [(0, 1)] * 10_001)
+        ),
+        (
+            {"segments": [], "torchmem": {"devices": {"0": {}}, "settings": "a" * 300_000}},
+            "torchmem: settings has 300,000 letters; at most 10,000",
+        ),
+        (
+            {"segments": [], "device_traces": [HISTORY, HISTORY], "torchmem": {"devices": {"0": {}}}},
+            "device_traces: two devices have the same list",
         ),
     ],
 )  # fmt: skip
@@ -442,6 +460,57 @@ def test_a_file_that_is_no_snapshot_is_refused_in_one_line(tmp_path, capsys, con
     assert printed.err.count("\n") == 1
     if said is not None:
         assert printed.err.endswith(f": {said}\n")
+
+
+def held(device: int = 0, **more) -> dict:
+    """200 MiB of a device, half of them in use."""
+    half = 100 << 20
+    blocks = [
+        {"address": 0, "size": half, "requested_size": half, "state": "active_allocated"},
+        {"address": half, "size": half, "requested_size": 0, "state": "inactive"},
+    ]
+    sizes = {"total_size": 2 * half, "allocated_size": half, "active_size": half}
+    return {
+        "device": device, "address": 0, **sizes, "stream": 0, "segment_type": "large",
+        "segment_pool_id": (0, 0), "is_expandable": False, "blocks": blocks, **more,
+    }  # fmt: skip
+
+
+def test_the_evidence_of_a_device_is_its_own_segments_alone():
+    from opentelemetry_instrumentation_torchmem.advice.live import evidences
+
+    whole = {"segments": [held(1), held(0), held(1, address=1 << 40)], "torchmem": {"devices": {"7": {}}}}
+    told_of = {each.device: [segment["address"] for segment in each.segments] for each in evidences(whole)}
+    assert told_of == {0: [0], 1: [0, 1 << 40], 7: []}
+
+
+def test_what_a_history_cannot_hold_is_left_out_of_it():
+    from opentelemetry_instrumentation_torchmem.advice.live import evidences
+
+    odd = [{**HISTORY[0], "size": size} for size in (-1, 7, 1 << 63, (1 << 61) - 1 << 20, True)]
+    [evidence] = evidences({"segments": [held()], "device_traces": [odd]})
+    assert list(evidence.asked) == [7]
+
+
+def test_words_from_a_file_do_not_reach_the_terminal_as_they_are(tmp_path, capsys):
+    import pickle
+
+    about = {
+        "backend": "native",
+        "expandable_blocked": "\x1b[2Jgone",
+        "devices": {"0": {"total": 300 << 20, "free": 100 << 20, "fraction": 1.0, "retries": 9}},
+    }
+    blocks = [
+        {"address": place << 20, "size": 1 << 20, "requested_size": 1 << 20, "state": state}
+        for place, state in enumerate(["active_allocated", "inactive"] * 100)
+    ]
+    sizes = {"allocated_size": 100 << 20, "active_size": 100 << 20}
+    file = tmp_path / "x.pickle"
+    file.write_bytes(pickle.dumps({"segments": [held(blocks=blocks, **sizes)], "torchmem": about}))
+    assert main(["doctor", "--snapshot", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert r"\x1b[2Jgone" in said
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from time import process_time
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,24 @@ def test_every_option_that_a_forecast_needs_is_read():
 )
 def test_roundup_divisions_are_read_as_torch_reads_them(text, divisions):
     assert AllocatorSettings.parse(f"roundup_power2_divisions:{text}", "test").divisions == divisions
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 300_000,
+        " " * 300_000,
+        "a" + " " * 300_000,
+        "a:[" * 100_000,
+        "a:[," * 75_000,
+        "a:[]" + " " * 300_000 + "x",
+    ],
+    ids=["a name", "spaces", "spaces behind", "brackets", "brackets and commas", "spaces behind brackets"],
+)
+def test_a_long_string_takes_time_by_its_length_alone(text):
+    began = process_time()
+    assert not AllocatorSettings.parse(text, "file").expandable_segments
+    assert process_time() - began < 1  # quadratic, it took minutes
 
 
 def test_a_change_at_run_time_keeps_most_options_and_forgets_three():

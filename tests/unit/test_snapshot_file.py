@@ -13,6 +13,9 @@ import resource
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -120,6 +123,13 @@ def test_long_lists_shared_parts_and_cycles_come_out_as_they_went_in():
     assert loaded[0] is loaded
 
 
+@pytest.mark.parametrize("entries", [999, 1000, 1001, 2000])
+def test_a_dict_whose_last_batch_is_empty_is_read(entries):
+    """A pickler puts in a thousand at a time, and after the last full thousand an empty batch."""
+    value = {"all": {str(number): number for number in range(entries)}}
+    assert load(pickle.dumps(value), ROOM) == value
+
+
 class Evil:
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -139,7 +149,7 @@ def test_what_would_run_is_refused_by_its_name_and_does_not_run(tmp_path, protoc
 
 
 ALLOWED = {
-    *("PROTO", "FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),
+    *("FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),
     *("BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "MARK", "EMPTY_LIST", "EMPTY_DICT"),
     *("EMPTY_TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "LIST", "DICT", "TUPLE", "TUPLE1", "TUPLE2"),
     *("TUPLE3", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
@@ -157,12 +167,18 @@ def test_every_operation_is_one_of_the_few_or_refused_by_its_name(code):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"GIF89a", "not a pickle of protocol 2 or later"),
+        (b"GIF89a", "not a pickle of protocol 2 or later; what torch.cuda.memory._dump_snapshot writes is"),
         (b"(lp0\n.", "not a pickle of protocol 2 or later"),
-        (b"PK\x03\x04" + bytes(100), "not a pickle of protocol 2 or later"),
+        (b"PK\x03\x04" + bytes(100), "looks like a zip archive, as torch.save writes; what torch.cuda"),
+        (b"\x1f\x8b\x08\x00" + bytes(100), "no snapshot: it looks like gzip; what torch.cuda.memory._dump_"),
+        (b' {"segments": []}', "looks like JSON; what torch"),
+        (b"[{}]", "looks like JSON; what torch"),
+        (pickle.dumps(0x1950A86A20F9469CFC6C, 2) + b"\x80\x02}.", "what torch.save of an old release writes"),
         (b"\x80", "cut off: the file ends at byte 1"),
         (b"\x80\x06N.", "protocol 6; 2 to 5 are read"),
         (b"\x80\x01N.", "protocol 1; 2 to 5"),
+        (b"\x80\x04\x80\x04].", "refused at byte 2: PROTO"),
+        (b"\x80\x04]q\x01.", "broken at byte 5: what it remembers is not counted up"),
         (b"\x80\x04N", "cut off"),
         (b"\x80\x04N.N", "1 bytes follow the end"),
         (b"\x80\x04NN.", "ends in the middle"),
@@ -176,6 +192,8 @@ def test_every_operation_is_one_of_the_few_or_refused_by_its_name(code):
         (b"\x80\x04}(Nu.", "broken at byte 5"),
         (b"\x80\x04\x86.", "broken at byte 2"),
         (b"\x80\x04\x8c\x02\xff\xff.", "a string that is not UTF-8"),
+        (b"\x80\x04}\x8c\x01kNs\x8c\x01kNs.", "has a key twice"),
+        (b"\x80\x04}(\x8c\x01kN\x8c\x01kNu.", "has a key twice"),
         (b"\x80\x04}K\x01K\x02s.", r"has a key of type \w+, not str"),
         (b"\x80\x04})Ns.", r"has a key of type \w+, not str"),
         (b"\x80\x04\x8a\xff" + b"\x01" * 255 + b".", "an integer of 255 bytes"),
@@ -214,6 +232,82 @@ def test_whatever_the_bytes_are_they_are_read_or_refused(reading):
 
 
 # Memory and time. Each bomb goes through the command in a process that may not have much.
+
+FLOODS = {
+    "the protocol again and again": b"\x80\x04" * MIB + b"].",
+    "empty batches": b"\x80\x04]" + b"(e" * MIB + b".",
+    "marks": b"\x80\x04" + b"(" * (2 * MIB) + b".",
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_what_builds_nothing_cannot_go_on_for_long(name):
+    with pytest.raises(PlainDataError, match=r"refused at byte 2: PROTO|more than 16 MiB of memory"):
+        load(FLOODS[name], 16 * MIB)
+
+
+KIB = 1 << 10
+HOARDS = {
+    "lists that wait, and None": (b"(" + b"]" * (50 * KIB)) * 3 + (b"(" + b"N" * (225 * KIB)) * 9,
+    "small numbers that wait": b"K\x01" * (2 * MIB),
+    "references that wait": b"]\x94" + b"h\x00" * (2 * MIB),
+    "None that waits below marks": (b"N" * 1000 + b"(") * (2 * KIB),
+    "lists of one": b"](" + b"]Na" * (325 * KIB),
+    "dicts of one": b"(" + b"}\x8c\x01aNs" * (200 * KIB),
+    "dicts of six": b"(" + (b"}(" + b"".join(b"\x8c\x01%cN" % key for key in b"abcdef") + b"u") * (50 * KIB),
+    "tuples": b"(" + b"N\x85" * (512 * KIB),
+    "numbers": b"(" + (b"\x8a\x09" + bytes(8) + b"\x01") * (200 * KIB),
+    "short texts": b"(" + b"\x8c\x02ab" * (512 * KIB),
+    "a long list put in at once": b"](" + b"N" * (2 * MIB) + b"e.",
+    "a tuple of many": b"(" + b"N" * (2 * MIB) + b"t.",
+    "a text with a wide letter": (
+        b"X" + struct.pack("<I", MIB + 4) + b"a" * MIB + "\N{GRINNING FACE}".encode() + b"."
+    ),
+    "texts with a wide letter": b"(" + (b"\x8c\xfc" + b"a" * 248 + "\N{GRINNING FACE}".encode()) * (10 * KIB),
+    "a large dict": b"}(" + b"".join(b"\x8c\x04%04xN" % key for key in range(16_000)) + b"u.",
+}
+TAKEN_WHOLE = {"a text with a wide letter", "a large dict"}
+HOARDED = 10 * MIB
+MEASURE = r"""
+import os, pathlib, re, sys
+from opentelemetry_instrumentation_torchmem.cli.snapshot_pickle import PlainDataError, load
+def told(name):
+    return int(re.search(name + r":\s*(\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10
+for file in sys.argv[2:]:
+    if not os.fork():
+        data = pathlib.Path(file).read_bytes()
+        before = told("VmRSS")
+        try:
+            load(data, int(sys.argv[1]))
+            said = "taken"
+        except PlainDataError as error:
+            said = str(error)
+        print(pathlib.Path(file).name, told("VmHWM") - before, said, sep=":", flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def hoarded(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """What each takes in a process of its own, as the system counts it, and what is said."""
+    place = tmp_path_factory.mktemp("hoards")
+    for name, hoard in HOARDS.items():
+        (place / name).write_bytes(b"\x80\x04" + hoard)
+    command = [sys.executable, "-c", MEASURE, str(HOARDED), *(str(place / name) for name in HOARDS)]
+    lines = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
+    return {name: (int(most), said) for name, most, said in (line.split(":", 2) for line in lines)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs what Linux tells of a process")
+@pytest.mark.parametrize("name", HOARDS)
+def test_no_more_memory_is_taken_than_was_allowed(hoarded, name):
+    most, said = hoarded[name]
+    assert said == ("taken" if name in TAKEN_WHOLE else "what it holds takes more than 10 MiB of memory")
+    assert most < HOARDED + MIB
+
 
 BOMBS = {
     "a huge memo index": b"\x80\x04r\xff\xff\xff\x7f.",
@@ -287,7 +381,7 @@ def in_little_memory(*arguments: str, cwd: Path, space: int = SPACE) -> subproce
 def test_a_bomb_takes_little_memory_and_time(tmp_path, name):
     file = tmp_path / "bomb.pickle"
     file.write_bytes(MADE[name]() if name in MADE else BOMBS[name])
-    # 20 MiB of file may build 160 MiB, within which the interpreter's own half is left.
+    # 20 MiB of file may build 200 MiB, within which the interpreter's own half is left.
     done = in_little_memory(str(file), "--max-size", "20", cwd=tmp_path)
     assert "Traceback" not in done.stderr
     assert "not enough memory" not in done.stderr
@@ -308,6 +402,12 @@ def test_what_a_file_builds_is_bounded_by_what_was_allowed():
 
 
 # The file
+
+
+def test_a_small_file_takes_little_memory_whatever_is_allowed(tmp_path):
+    file = tmp_path / "small.pickle"
+    file.write_bytes(pickle.dumps(snapshot(segment())))
+    assert len(read(file, 1 << 60).segments) == 1
 
 
 def test_a_file_above_the_limit_is_refused_unread(tmp_path):
@@ -355,7 +455,8 @@ def test_a_bare_list_and_what_older_releases_leave_out_are_read(reading):
     for block in old["blocks"]:
         del block["address"]
     old["blocks"][1]["state"] = "active_awaiting_free"
-    assert reading([old]).segments == reading(snapshot(segment())).segments
+    [told] = reading(snapshot(segment())).segments
+    assert reading([old]).segments == [replace(told, pool=None)]
     assert reading([]).segments == []
 
 
@@ -378,6 +479,9 @@ def with_block(number: int, **more) -> dict:
     blocks = copy.deepcopy(segment()["blocks"])
     blocks[number] |= more
     return segment(blocks=blocks)
+
+
+ALL_FREE = {"size": 2 * MIB, "state": "inactive"}
 
 
 @pytest.mark.parametrize(
@@ -414,6 +518,10 @@ def with_block(number: int, **more) -> dict:
             [segment(segment_pool_id=("a", []))],
             "segment_pool_id is a tuple of 2; it must be two whole numbers",
         ),
+        *(
+            ([segment(segment_pool_id=pool)], "it must be two whole numbers from 0 to 0xffffffffffffffff")
+            for pool in ((1 << 64, 0), (0, (1 << 61) - 1 << 20), (-1, 0), (True, 0))
+        ),
         ([segment(is_expandable=1)], "is_expandable is 1"),
         ([segment(allocated_size=5)], "allocated_size is 5; by its blocks it is 1,048,576"),
         ([segment(active_size=MIB)], "active_size is 1,048,576; by its blocks"),
@@ -427,6 +535,16 @@ def with_block(number: int, **more) -> dict:
             [with_block(1, address=BASE)],
             "segment 0, block 1: address is 0x7f0000000000; it must be 0x7f0000100000",
         ),
+        (
+            [with_block(1, address=float(BASE + MIB))],
+            "block 1: address is 139637977776128.0; it must be 0x7f0",
+        ),
+        (
+            [segment(address=1, blocks=[{**ALL_FREE, "address": True}])],
+            "block 0: address is True; it must be",
+        ),
+        ([with_block(0, requested_size="a")], "block 0: requested_size is 'a'; it must be a whole number"),
+        ([with_block(2, requested_size=1 << 64)], "block 2: requested_size is 0x10000000000000000"),
         ([with_block(2, state="lost")], "block 2: state is 'lost'; it must be active_allocated or"),
         ([with_block(2, state=["inactive"])], "block 2: state is a list of 1"),
         ([with_block(2, state=None)], "block 2: state is None"),
@@ -449,6 +567,68 @@ def test_more_blocks_than_are_read_are_refused(reading, monkeypatch):
     assert len(reading([segment()]).segments) == 1
     with pytest.raises(SnapshotError, match="more than 7 segments and blocks"):
         reading([segment(), other])
+
+
+WORD = (1 << 64) - 1
+PRIME = (1 << 61) - 1
+"""Below it a number is its own hash."""
+FIRST, SECOND, BEGIN = 11400714785074694791, 14029467366897019727, 2870177450012600261
+"""Of CPython's hash of a tuple."""
+
+
+def hashed(so_far: int, item: int) -> int:
+    so_far = so_far + item * SECOND & WORD
+    return (so_far << 31 | so_far >> 33) * FIRST & WORD
+
+
+def unhashed(so_far: int) -> int:
+    so_far = so_far * pow(FIRST, -1, 1 << 64) & WORD
+    return (so_far << 33 | so_far >> 31) & WORD
+
+
+def colliding_pools() -> Iterator[tuple[int, int]]:
+    wanted = unhashed(hashed(hashed(BEGIN, 1), 1))
+    for first in count(1):
+        second = (wanted - hashed(BEGIN, first)) * pow(SECOND, -1, 1 << 64) & WORD
+        if second < PRIME:
+            yield first, second
+
+
+def colliding_streams_of_pools() -> Iterator[tuple[int, tuple[int, int]]]:
+    """On device 0: what is looked up there is (device, stream, pool, …)."""
+    wanted = hashed(hashed(hashed(BEGIN, 0), 1), hash((0, 1)) & WORD)
+    for number in count(1):
+        before = unhashed(unhashed(wanted) - (hash((0, number)) & WORD) * SECOND & WORD)
+        stream = (before - hashed(BEGIN, 0)) * pow(SECOND, -1, 1 << 64) & WORD
+        if stream < PRIME:
+            yield stream, (0, number)
+
+
+def test_pools_and_streams_whose_numbers_were_chosen_to_collide_are_refused(reading):
+    """Each would be compared with all others: 500,000 segments of these would take hours."""
+    pools = list(islice(colliding_pools(), 40))
+    assert len({hash(pool) for pool in pools}) == 1
+    mixed = list(islice(colliding_streams_of_pools(), 40))
+    assert len({hash((0, *each, "small", False)) for each in mixed}) == 1
+    for places in ([(number, pool) for number, pool in enumerate(pools)], mixed):
+        segments = [at(number << 20, stream, pool) for number, (stream, pool) in enumerate(places)]
+        assert len(reading(segments[:10]).segments) == 10
+        with pytest.raises(SnapshotError, match="numbers that were chosen to take time"):
+            reading(segments)
+
+
+def at(address: int, stream: int, pool: tuple[int, int]) -> dict:
+    blocks = [{"address": address, "size": 512, "state": "inactive"}]
+    sizes = {"total_size": 512, "allocated_size": 0, "active_size": 0}
+    return segment(address=address, blocks=blocks, stream=stream, segment_pool_id=pool, **sizes)
+
+
+def test_more_pools_and_streams_than_are_read_are_refused(reading, monkeypatch):
+    monkeypatch.setattr(snapshot_file, "MAX_PLACES", 7)
+    segments = [at(number << 20, number % 8, (0, 0)) for number in range(40)]
+    assert len(reading(segments[:7]).segments) == 7
+    with pytest.raises(SnapshotError, match="more than 7 pools and streams"):
+        reading(segments)
 
 
 def test_settings_are_the_plain_ones_and_fit_to_print(reading):

@@ -17,7 +17,7 @@ from opentelemetry_instrumentation_torchmem.allocator.settings import AllocatorS
 from opentelemetry_instrumentation_torchmem.allocator.snapshot import analyse
 from opentelemetry_instrumentation_torchmem.cli import snapshot_picture
 from opentelemetry_instrumentation_torchmem.cli.snapshot_file import Block, Segment, Snapshot
-from opentelemetry_instrumentation_torchmem.cli.snapshot_map import groups, pieces
+from opentelemetry_instrumentation_torchmem.cli.snapshot_map import Group, groups, pieces
 from opentelemetry_instrumentation_torchmem.cli.snapshot_text import summary
 
 MIB = 1 << 20
@@ -51,7 +51,7 @@ def raw(one: Segment) -> dict:
         "active_size": sum(block.size for block in one.blocks if block.state != "free"),
         "stream": one.stream,
         "segment_type": one.kind,
-        "segment_pool_id": one.pool,
+        **({} if one.pool is None else {"segment_pool_id": one.pool}),
         "is_expandable": one.expandable,
         "blocks": [
             {"address": block.address, "size": block.size, "state": STATES[block.state]}
@@ -60,8 +60,12 @@ def raw(one: Segment) -> dict:
     }
 
 
-def draw(*segments: Segment, rules=RULES, name="some.pickle") -> ElementTree.Element:
-    return ElementTree.fromstring(snapshot_picture.svg(name, groups(segments), rules))
+def grouped(*segments: Segment, given=SETTINGS) -> list[Group]:
+    return groups(segments, analyse([raw(one) for one in segments], given, {}))
+
+
+def draw(*segments: Segment, given=SETTINGS, name="some.pickle") -> ElementTree.Element:
+    return ElementTree.fromstring(snapshot_picture.svg(name, grouped(*segments, given=given)))
 
 
 def strokes(picture: ElementTree.Element) -> list[tuple[str, int, int, int]]:
@@ -251,7 +255,7 @@ def test_a_hundred_thousand_blocks_make_a_file_that_browsers_open(per_segment):
         (512 + index * 7919 % 400 * 512, ("allocated", "free")[index % 2]) for index in range(per_segment)
     ]
     many = [segment(*blocks, address=BASE + (number << 40)) for number in range(100_000 // per_segment)]
-    page = snapshot_picture.page("some.pickle", groups(many), RULES, told(*many))
+    page = snapshot_picture.page("some.pickle", grouped(*many), told(*many))
     assert len(page) < 3_000_000
     assert page.count("<path") <= len(snapshot_picture.LEGEND)
 
@@ -271,7 +275,7 @@ def test_nothing_reserved_is_a_picture_too():
 def test_a_name_is_text_whatever_is_in_it(name):
     one = segment((MIB, "free"))
     assert name in texts(draw(one, name=name))
-    page = snapshot_picture.page(name, groups([one]), RULES, told(one))
+    page = snapshot_picture.page(name, grouped(one), told(one))
     assert name not in page
     assert "<script" not in page
     assert "<img" not in page
@@ -279,8 +283,8 @@ def test_a_name_is_text_whatever_is_in_it(name):
 
 def test_nothing_runs_and_nothing_is_fetched():
     one = segment((MIB, "free"))
-    page = snapshot_picture.page("some.pickle", groups([one]), RULES, told(one))
-    svg = snapshot_picture.svg("some.pickle", groups([one]), RULES)
+    page = snapshot_picture.page("some.pickle", grouped(one), told(one))
+    svg = snapshot_picture.svg("some.pickle", grouped(one))
     for written in (page, svg):
         assert set(re.findall(r"https?://[^\"' >]+", written)) == {"http://www.w3.org/2000/svg"}
         assert not re.search(r"<script|<link|<image|href|src=|@import|url\(|\bon\w+=", written)
@@ -347,3 +351,48 @@ def test_a_snapshot_of_nothing_is_told_as_such():
         "some.pickle: 1.21 KiB, 0 segments, 0 blocks",
         "Nothing was reserved when it was taken.",
     ]
+
+
+# What a release does not tell
+
+
+def test_where_the_release_tells_no_pools_the_picture_says_no_more_than_the_text():
+    old = segment((MIB, "allocated"), (19 * MIB, "free"), pool=None)
+    idle = segment((20 * MIB, "free"), address=BASE * 2, pool=None)
+    assert "(torch release)" in "\n".join(told(old, idle))
+    picture = draw(old, idle)
+    assert {look for look, *_ in strokes(picture)} == {"allocated", "untold_free"}
+    assert "default pool" not in texts(picture)
+    assert "default stream, large" in texts(picture)
+
+
+def test_where_pages_are_not_those_of_the_settings_the_picture_says_no_more_than_the_text():
+    odd = segment((MIB, "allocated"), (29 * MIB, "free"), expandable=True)
+    assert "(page size)" in "\n".join(told(odd, given=EXPANDABLE))
+    assert {look for look, *_ in strokes(draw(odd, given=EXPANDABLE))} == {"allocated", "untold_free"}
+
+
+# Time
+
+
+class Walked(list):
+    """A list that counts how often it is walked through."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return super().__iter__()
+
+
+def test_many_devices_take_no_more_than_their_segments():
+    many = Walked(segment((MIB, "free"), device=number) for number in range(60))
+    told_of = [raw(one) for one in many]
+    devices = analyse(told_of, SETTINGS, {})
+    many.times = 0
+    list(summary("some.pickle", Snapshot(many, told_of, {}, 1234), devices, 20))
+    assert many.times < 5
+    drawn = Walked(groups(many, devices))
+    drawn.times = 0
+    snapshot_picture.svg("some.pickle", drawn)
+    assert drawn.times < 5

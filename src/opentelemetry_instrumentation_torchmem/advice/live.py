@@ -28,6 +28,8 @@ from .rules import Advice, advise
 
 KEY = "torchmem"
 """What the file holds beside torch's own keys."""
+_LARGEST, _LONGEST, _MOST_POOLS = 1 << 63, 10_000, 10_000
+_DEVICES = 1024
 _COUNTS = tuple(each.name for each in fields(Activity) if each.name != "seconds")
 
 
@@ -132,15 +134,21 @@ def evidences(
         before = next(iter(variables.values()), "")
         settings = AllocatorSettings.parse(about.text("settings") or before, "file", before)
     segments: list[Mapping[str, Any]] = whole["segments"]
+    devices = about.dicts("devices")
     if not isinstance(given, dict) and any(segment.get("is_expandable") for segment in segments):
         settings = replace(settings, expandable_segments=True)
-    devices = about.dicts("devices")
+    of_device: dict[int, list[Mapping[str, Any]]] = {index: [] for index in devices}
+    for segment in segments:
+        of_device.setdefault(segment["device"], []).append(segment)
     given_traces = whole.get("device_traces", ())
     if not isinstance(given_traces, (list, tuple)):
         raise NothingToSeeError(f"device_traces is a {type(given_traces).__name__}; it must be a list")
     traces = cast("Sequence[Any]", given_traces)
+    recorded = [id(trace) for trace in traces if trace]
+    if len(set(recorded)) != len(recorded):  # as many times the memory, for nothing
+        raise NothingToSeeError("device_traces: two devices have the same list")
     found: list[Evidence] = []
-    for index in sorted({*devices, *(segment["device"] for segment in segments)}):
+    for index in sorted(of_device):
         known = devices.get(index, _Told({}, KEY))
         history = _history(traces[index]) if index < len(traces) else []
         total, free = known.number("total"), known.number("free")
@@ -150,7 +158,7 @@ def evidences(
             Evidence(
                 index,
                 settings,
-                segments,
+                of_device[index],
                 Limits(
                     driver,
                     known.number("fraction"),
@@ -194,7 +202,8 @@ def _history(entries: object) -> list[Mapping[str, Any]]:
     for entry in cast("Sequence[Any]", entries) if isinstance(entries, (list, tuple)) else ():
         if isinstance(entry, dict):
             fields_of = cast("dict[str, Any]", entry)
-            if type(fields_of.get("size")) is int and type(fields_of.get("time_us")) is int:
+            size, at = fields_of.get("size"), fields_of.get("time_us")
+            if type(size) is int and 0 <= size < _LARGEST and type(at) is int and 0 <= at < _LARGEST:
                 found.append(fields_of)
     return found
 
@@ -210,9 +219,6 @@ def _activity(known: _Told) -> Activity | None:
         return None
     whole = {name: None if count is None else int(count) for name, count in counts.items()}
     return Activity(known.number("seconds"), **whole)
-
-
-_LARGEST = 1 << 63
 
 
 class _Told:
@@ -239,6 +245,8 @@ class _Told:
         value = self._given.get(name)
         if value is not None and not isinstance(value, str):
             raise NothingToSeeError(f"{self._where}: {name} is a {type(value).__name__}; it must be a text")
+        if value is not None and len(value) > _LONGEST:
+            raise NothingToSeeError(f"{self._where}: {name} has {len(value):,} letters; at most {_LONGEST:,}")
         return value
 
     def texts(self, name: str) -> dict[str, str]:
@@ -248,14 +256,20 @@ class _Told:
         return {variable: value for variable, value in known if value is not None}
 
     def pools(self, name: str) -> frozenset[PoolId] | None:
-        given = self._given.get(name)
+        given: Any = self._given.get(name)
         if given is None:
             return None
-        try:
-            pairs = [(int(first), int(second)) for first, second in cast("Any", given)]
-        except (TypeError, ValueError):
-            raise NothingToSeeError(f"{self._where}: {name} must be pairs of numbers") from None
-        return frozenset(pairs)
+        wrong = NothingToSeeError(f"{self._where}: {name} must be pairs of numbers, at most {_MOST_POOLS:,}")
+        if not isinstance(given, (list, tuple)) or len(cast("Sequence[Any]", given)) > _MOST_POOLS:
+            raise wrong
+        pools: set[PoolId] = set()
+        for pair in cast("Sequence[Any]", given):
+            match pair:
+                case [int(first), int(second)] if 0 <= first < 2 * _LARGEST and 0 <= second < 2 * _LARGEST:
+                    pools.add((first, second))
+                case _:
+                    raise wrong
+        return frozenset(pools)
 
     def dicts(self, name: str) -> dict[int, _Told]:
         where = f"{self._where}: {name}"
@@ -264,6 +278,7 @@ class _Told:
             int(index): _Told(value, f"{where} {index}")
             for index, value in inner.items()
             if isinstance(index, str) and index.isascii() and index.isdecimal() and len(index) < 5
+            if int(index) < _DEVICES
         }
 
 

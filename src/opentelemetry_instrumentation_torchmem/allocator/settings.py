@@ -21,7 +21,8 @@ ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALL
 N = TypeVar("N", int, float)
 
 _MIB = 1024 * 1024
-_OPTION = re.compile(r"\s*([a-z_0-9]+)\s*:\s*(\[[^\]]*\]|[^,]*)\s*(?:,|$)")
+# Linear in the string: a name is looked at once, from its first letter, and a bracket up to the next one.
+_OPTION = re.compile(r"(?<![a-z_0-9])([a-z_0-9]+)\s*:\s*(\[[^][]*\]|[^,]*)\s*(?:,|$)")
 _INTERVALS = 16  # of roundup_power2_divisions: by powers of two from 1 MiB to 64 GiB
 _FORGOTTEN = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold")
 """Options that torch sets back when others are set at run time; it keeps the rest as they were."""

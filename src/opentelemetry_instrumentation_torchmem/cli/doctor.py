@@ -191,8 +191,8 @@ def _device_lines(evidence: Evidence, advice: Sequence[Advice]) -> Iterator[str]
     if not advice:
         yield "  Nothing to change."
     for number, each in enumerate(advice, 1):
-        yield f"  {number}. {each.change}  [{each.code}]"
-        yield f"     {each.why}"
+        yield f"  {number}. {printable(each.change, 2000)}  [{each.code}]"
+        yield f"     {printable(each.why, 2000)}"
 
 
 def _device_json(evidence: Evidence, advice: Sequence[Advice]) -> Mapping[str, object]:

@@ -7,8 +7,10 @@ Knows what `torch.cuda.memory._dump_snapshot` writes, and a bare list of segment
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +22,11 @@ ALLOCATED, PENDING, FREE = "allocated", "pending_free", "free"
 MAX_FILE = 256 << 20
 MAX_BLOCKS = 1_000_000
 """Segments and blocks together."""
-MEMORY_FACTOR = 8
-"""What is built of a file may take so many times ``max_file`` in memory."""
+MAX_PLACES = 10_000
+"""Pools and streams that differ: a process has a few, or some hundreds with CUDA graphs."""
+MEMORY_FACTOR = 10
+"""What is built of a file may take so many times ``max_file`` in memory. A memory history takes 8 times its
+size, blocks 13 times theirs."""
 
 _STATES = {
     "active_allocated": ALLOCATED,
@@ -32,6 +37,7 @@ _STATES = {
 _KINDS = ("small", "large")
 _MAX_DEVICE = 1023
 _MAX_ADDRESS = (1 << 64) - 1
+_MAX_ALIKE = 16
 _MAX_SETTINGS = 64
 _MAX_SETTING = 1000
 _KNOWN_SETTINGS: dict[str, tuple[type, ...]] = {
@@ -41,6 +47,16 @@ _KNOWN_SETTINGS: dict[str, tuple[type, ...]] = {
     "expandable_segments": (bool,),
     "roundup_power2_divisions": (dict,),
 }
+
+
+_EXPECTED = "what torch.cuda.memory._dump_snapshot writes is expected"
+_FOREIGN = {
+    "gzip": re.compile(rb"\x1f\x8b"),
+    "a zip archive, as torch.save writes": re.compile(rb"PK\x03\x04"),
+    "what torch.save of an old release writes": re.compile(rb"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\."),
+    "JSON": re.compile(rb"(?:\xef\xbb\xbf)?\s*[\[{]\s*[\[{\"\d\]}]"),
+}
+"""What a file begins with that is something else."""
 
 
 class SnapshotError(ValueError):
@@ -65,8 +81,9 @@ class Segment:
     stream: int
     kind: str
     """``small`` or ``large``: which requests it serves."""
-    pool: tuple[int, int]
-    """(0, 0) is the default pool; others are those of CUDA graphs and MemPools."""
+    pool: tuple[int, int] | None
+    """(0, 0) is the default pool; others are those of CUDA graphs and MemPools. None of a release that does
+    not tell them apart."""
     expandable: bool
     allocated: int
     blocks: list[Block]
@@ -86,12 +103,16 @@ class Snapshot:
     """What else the file holds, unchecked."""
 
 
-def read(file: Path, max_file: int = MAX_FILE) -> Snapshot:
+Progress = Callable[[float], None]
+
+
+def read(file: Path, max_file: int = MAX_FILE, progress: Progress | None = None) -> Snapshot:
     """Reads and checks a snapshot file.
 
     Args:
         file: a regular file.
         max_file: bytes; a larger file is refused before it is read.
+        progress: is told now and then which share of it is read.
 
     Raises:
         SnapshotError: anything that keeps it from being shown.
@@ -102,17 +123,22 @@ def read(file: Path, max_file: int = MAX_FILE) -> Snapshot:
         raise SnapshotError(error.strerror or str(error)) from None
     if not data:
         raise SnapshotError("the file is empty")
-    return parse(data, max_file)
+    return parse(data, max_file, progress)
 
 
-def parse(data: bytes, max_file: int = MAX_FILE) -> Snapshot:
+def parse(data: bytes, max_file: int = MAX_FILE, progress: Progress | None = None) -> Snapshot:
     """Checks what such a file holds.
 
     Raises:
         SnapshotError: as for ``read``.
     """
+    for what, begin in _FOREIGN.items():
+        if begin.match(data):
+            raise SnapshotError(f"no snapshot: it looks like {what}; {_EXPECTED}")
+    if data[:1] != b"\x80":
+        raise SnapshotError(f"no snapshot: it is not a pickle of protocol 2 or later; {_EXPECTED}")
     try:
-        whole = load(data, MEMORY_FACTOR * max_file)
+        whole = load(data, MEMORY_FACTOR * max_file, progress)
     except TooMuchError as error:
         raise SnapshotError(f"{error} ({MEMORY_FACTOR} times --max-size)") from None
     except PlainDataError as error:
@@ -126,13 +152,12 @@ def _content(file: Path, max_file: int) -> bytes:
         status = os.fstat(opened.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise SnapshotError("it is not a regular file")
-        data = b"" if status.st_size > max_file else opened.read(max_file + 1)
-        if status.st_size > max_file or len(data) > max_file:
-            size = max(status.st_size, len(data))
+        size = status.st_size
+        if size > max_file:
             raise SnapshotError(
                 f"the file has {_mib(size)} MiB; at most {_mib(max_file)} MiB are read (--max-size)"
             )
-        return data
+        return opened.read(size)
 
 
 def _mib(size: int) -> str:
@@ -163,9 +188,29 @@ def _snapshot(whole: object, file_size: int) -> Snapshot:
     for (one, _), (other, _) in pairwise(pairs):
         if one.device == other.device and one.address + one.size > other.address:
             raise SnapshotError(f"two segments of device {one.device} overlap at {other.address:#x}")
+    _check_places(segment for segment, _ in pairs)
     return Snapshot(
         [segment for segment, _ in pairs], [raw for _, raw in pairs], _settings(settings), file_size, beside
     )
+
+
+def _check_places(segments: Iterable[Segment]) -> None:
+    """Refuses what no allocator tells: pools and streams without number, or such as collide as keys.
+
+    Numbers can be chosen so, and each segment would be compared with all places. Texts cannot.
+    """
+    places: dict[str, tuple[object, ...]] = {}
+    for segment in segments:
+        # in the order of `allocator.snapshot` and `snapshot_map.Place`, whose keys these are
+        place = (segment.device, segment.stream, segment.pool, segment.kind, segment.expandable)
+        places.setdefault(repr(place), place)
+        if len(places) > MAX_PLACES:
+            raise SnapshotError(f"more than {MAX_PLACES:,} pools and streams; that many are read")
+    pools = {repr(pool): pool for _, _, pool, _, _ in places.values()}
+    for hashes in (map(hash, places.values()), map(hash, pools.values())):
+        alike = Counter(hashes)
+        if max(alike.values(), default=0) > _MAX_ALIKE:
+            raise SnapshotError("its pools and streams have numbers that were chosen to take time")
 
 
 class _Fields:
@@ -214,36 +259,49 @@ class _Fields:
                 raise SnapshotError(f"{self._where}, block {number} is {_kind_of(fields)}; it must be a dict")
             told = cast("dict[str, object]", fields)
             length, state = told.get("size"), told.get("state")
+            begin, asked = told.get("address", at), told.get("requested_size", 0)
             # The common case without a call: there may be a million.
-            if type(length) is not int or not 0 < length <= end - at or told.get("address", at) != at:
-                self._misplaced(told, f"{self._where}, block {number}", at, end)
-            elif isinstance(state, str) and state in _STATES:
+            if (
+                type(length) is int
+                and 0 < length <= end - at
+                and type(begin) is int
+                and begin == at
+                and type(asked) is int
+                and 0 <= asked <= _MAX_ADDRESS
+                and isinstance(state, str)
+                and state in _STATES
+            ):
                 blocks.append(Block(at, length, _STATES[state]))
                 at += length
             else:
-                _Fields(told, f"{self._where}, block {number}").state()
+                _Fields(told, f"{self._where}, block {number}").refuse_block(at, end)
         if at != end:
             raise SnapshotError(f"{self._where}: its blocks leave out {end - at:,} of its {size:,} bytes")
         return blocks
 
-    def _misplaced(self, told: Mapping[str, object], where: str, at: int, end: int) -> None:
-        fields = _Fields(told, where)
-        fields._whole("size", 1, end - at)
-        if "address" in told:
-            fields._whole("address", at, at)
+    def refuse_block(self, at: int, end: int) -> None:
+        self._whole("size", 1, end - at)
+        for name, least, most in (("address", at, at), ("requested_size", 0, _MAX_ADDRESS)):
+            if name in self._fields:
+                self._whole(name, least, most)
+        self._one_of("state", tuple(_STATES))
 
-    def state(self) -> str:
-        return self._one_of("state", tuple(_STATES))
-
-    def _pool(self) -> tuple[int, int]:
-        told = self._fields.get("segment_pool_id", (0, 0))
+    def _pool(self) -> tuple[int, int] | None:
+        if "segment_pool_id" not in self._fields:
+            return None
+        told = self._fields["segment_pool_id"]
         if isinstance(told, tuple):
             pair = cast("tuple[object, ...]", told)
             if len(pair) == 2:
                 first, second = pair
-                if type(first) is int and type(second) is int:
+                if (
+                    type(first) is int
+                    and type(second) is int
+                    and 0 <= first <= _MAX_ADDRESS
+                    and 0 <= second <= _MAX_ADDRESS
+                ):
                     return first, second
-        raise self._wrong("segment_pool_id", "two whole numbers")
+        raise self._wrong("segment_pool_id", f"two whole numbers from 0 to {_MAX_ADDRESS:#x}")
 
     def _whole(self, name: str, least: int, most: int) -> int:
         value = self._fields.get(name)

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..allocator.rules import Rules
-from ..allocator.snapshot import DEFAULT_POOL
-from .snapshot_file import ALLOCATED, FREE, PENDING, Block, Segment
+from ..allocator.snapshot import DEFAULT_POOL, DeviceMap
+from .snapshot_file import FREE, Block, Segment
 
-SPLIT_FREE, CACHED_FREE = "split_free", "cached_free"
-LOOKS = (ALLOCATED, PENDING, SPLIT_FREE, CACHED_FREE)
-"""The ledger's states, of which a map is made."""
+SPLIT_FREE, CACHED_FREE, UNTOLD_FREE = "split_free", "cached_free", "untold_free"
 DEFAULT_STREAM = 0
 
 
@@ -21,8 +19,8 @@ class Place(NamedTuple):
     """What blocks have in common that serve the same requests."""
 
     device: int
-    pool: tuple[int, int]
     stream: int
+    pool: tuple[int, int] | None
     kind: str
     expandable: bool
 
@@ -39,6 +37,8 @@ class Group:
     place: Place
     segments: list[Segment] = field(default_factory=list[Segment])
     blocks: int = 0
+    rules: Rules | None = None
+    """Those that say which free blocks could be given back; None where that is not known."""
     reserved: int = 0
     largest: Block | None = None
     """The largest free block."""
@@ -52,14 +52,18 @@ def place_label(pool: tuple[int, int] | None, stream: int, kind: str, expandable
     return ", ".join(words)
 
 
-def groups(segments: Iterable[Segment]) -> list[Group]:
-    """By device, the default pool and the default stream first, large before small."""
+def groups(segments: Iterable[Segment], devices: Mapping[int, DeviceMap]) -> list[Group]:
+    """By device, the default pool and the default stream first, large before small.
+
+    ``devices`` are the analysis of the same segments.
+    """
     found: dict[Place, Group] = {}
     for segment in segments:
-        place = Place(segment.device, segment.pool, segment.stream, segment.kind, segment.expandable)
+        place = Place(segment.device, segment.stream, segment.pool, segment.kind, segment.expandable)
         group = found.get(place)
         if group is None:
-            group = found[place] = Group(place)
+            device = devices[segment.device]
+            group = found[place] = Group(place, rules=None if device.cached is None else device.rules)
         group.segments.append(segment)
         group.blocks += len(segment.blocks)
         group.reserved += segment.size
@@ -70,16 +74,22 @@ def groups(segments: Iterable[Segment]) -> list[Group]:
 
 
 def _order(place: Place) -> tuple[object, ...]:
-    pool, stream = place.pool != DEFAULT_POOL, place.stream != DEFAULT_STREAM
-    return place.device, pool, place.pool, stream, place.stream, place.kind, place.expandable
+    pool, stream = place.pool or DEFAULT_POOL, place.stream != DEFAULT_STREAM
+    return place.device, pool != DEFAULT_POOL, pool, stream, place.stream, place.kind, place.expandable
 
 
-def pieces(segment: Segment, rules: Rules) -> Iterator[tuple[int, int, str]]:
+def pieces(segment: Segment, rules: Rules | None) -> Iterator[tuple[int, int, str]]:
     """(address, size, look) in the order of addresses, the segment filled.
+
+    Without ``rules`` it is not known which free blocks could be given back.
 
     A free block is cached_free where it is a whole segment, or in an expandable one whole pages, counted from
     the segment's begin: what `empty_cache()` gives back, unless it is in a private pool that has an owner.
     """
+    if rules is None:
+        for address, size, state in segment.blocks:
+            yield address, size, UNTOLD_FREE if state == FREE else state
+        return
     base = segment.address
     page = max(rules.page(segment.kind), 1) if segment.expandable else segment.size
     for address, size, state in segment.blocks:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import groupby
 from typing import NamedTuple
 
-from ..allocator.rules import Rules
 from .screen import size
 from .snapshot_file import ALLOCATED, PENDING, Segment
-from .snapshot_map import CACHED_FREE, SPLIT_FREE, Group, pieces
+from .snapshot_map import CACHED_FREE, SPLIT_FREE, UNTOLD_FREE, Group, pieces
 
 MAX_GROUPS = 200
 """Groups drawn: those that hold most."""
@@ -26,6 +26,7 @@ LEGEND = {
     PENDING: "freed, waiting for a stream",
     SPLIT_FREE: "free in a partly used segment",
     CACHED_FREE: "free, a whole segment or page",
+    UNTOLD_FREE: "free, which of the two is not told",
     MIXED: "of several states, each less than a pixel",
 }
 
@@ -49,9 +50,9 @@ _TITLES = 4000  # segments that say what they are when pointed at
 _STYLE = """
 :root{color-scheme:light dark}
 .map{--ink:#1f2328;--quiet:#59636e;--allocated:#3f7fc1;--pending_free:#12a5b4;--split_free:#e0523f;
---cached_free:#a9d8a4;--mixed:#8e5ba6;font-family:system-ui,sans-serif;fill:var(--ink)}
+--cached_free:#a9d8a4;--untold_free:#d9b44a;--mixed:#8e5ba6;font-family:system-ui,sans-serif;fill:var(--ink)}
 @media(prefers-color-scheme:dark){.map{--ink:#e6edf3;--quiet:#9198a1;--allocated:#5a9be0;--pending_free:#39c5cf;
---split_free:#f0624d;--cached_free:#3d7a45;--mixed:#a97bc4}}
+--split_free:#f0624d;--cached_free:#3d7a45;--untold_free:#a3842f;--mixed:#a97bc4}}
 .map path{fill:none;stroke-width:var(--row)}
 .map .device{font-size:200px;font-weight:600}
 .map .place{font-size:140px;font-weight:600}
@@ -79,9 +80,9 @@ class _Drawn(NamedTuple):
     height: int
 
 
-def page(name: str, groups: Sequence[Group], rules: Rules, summary: Iterable[str]) -> str:
+def page(name: str, groups: Sequence[Group], summary: Iterable[str]) -> str:
     """The picture in an HTML page, the summary above it."""
-    picture = _svg(name, groups, rules, ground=False)
+    picture = _svg(name, groups, ground=False)
     words = "\n".join(summary)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -94,12 +95,12 @@ def page(name: str, groups: Sequence[Group], rules: Rules, summary: Iterable[str
     )
 
 
-def svg(name: str, groups: Sequence[Group], rules: Rules) -> str:
+def svg(name: str, groups: Sequence[Group]) -> str:
     """The picture alone."""
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + _svg(name, groups, rules, ground=True) + "\n"
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + _svg(name, groups, ground=True) + "\n"
 
 
-def _svg(name: str, groups: Sequence[Group], rules: Rules, *, ground: bool) -> str:
+def _svg(name: str, groups: Sequence[Group], *, ground: bool) -> str:
     parts: list[str] = []
     y = _MARGIN
 
@@ -112,15 +113,14 @@ def _svg(name: str, groups: Sequence[Group], rules: Rules, *, ground: bool) -> s
     chosen = sorted(groups, key=lambda group: -group.reserved)[:MAX_GROUPS]
     kept = {group.place for group in chosen}
     titles = _TITLES
-    device = None
-    for group in groups:
-        if group.place not in kept:
-            continue
-        if group.place.device != device:
-            device = group.place.device
-            put(_device([each for each in groups if each.place.device == device]))
-        put(_group(group, rules, titled=len(group.segments) <= titles))
-        titles -= len(group.segments)
+    for _, of_device in groupby(groups, lambda group: group.place.device):
+        whole = list(of_device)
+        drawn = [group for group in whole if group.place in kept]
+        if drawn:
+            put(_device(whole))
+        for group in drawn:
+            put(_group(group, titled=len(group.segments) <= titles))
+            titles -= len(group.segments)
     if len(groups) > len(chosen):
         left = sum(group.reserved for group in groups) - sum(group.reserved for group in chosen)
         put(_words("quiet", f"{len(groups) - len(chosen):,} more pools and streams with {size(left)}", 200))
@@ -179,7 +179,7 @@ class _Chunk(NamedTuple):
     x: int
 
 
-def _group(group: Group, rules: Rules, *, titled: bool) -> _Drawn:
+def _group(group: Group, *, titled: bool) -> _Drawn:
     segments = sorted(group.segments, key=lambda segment: (-segment.size, segment.address))
     span = _span(segments, group.blocks)
     chunks = list(_layout(segments, span))
@@ -196,7 +196,7 @@ def _group(group: Group, rules: Rules, *, titled: bool) -> _Drawn:
     for chunk in chunks:
         y = top + chunk.row * pitch
         if chunk.begin == chunk.segment.address:
-            parts = list(pieces(chunk.segment, rules))
+            parts = list(pieces(chunk.segment, group.rules))
         _draw(parts, chunk, span, y + row_height // 2, paths)
         if long and chunk.begin == chunk.segment.address:
             marks.append(f'<rect class="begin" x="-90" y="{y}" width="40" height="{row_height}"/>')

@@ -30,6 +30,9 @@ def summary(name: str, snapshot: Snapshot, devices: Mapping[int, DeviceMap], row
     blocks = sum(len(segment.blocks) for segment in snapshot.segments)
     segments = len(snapshot.segments)
     yield f"{name}: {size(snapshot.file_size)}, {_many(segments, 'segment')}, {_many(blocks, 'block')}"
+    by_device: dict[int, list[Segment]] = {}
+    for segment in snapshot.segments:
+        by_device.setdefault(segment.device, []).append(segment)
     if not devices:
         yield "Nothing was reserved when it was taken."
     for number, device in sorted(devices.items()):
@@ -38,7 +41,7 @@ def summary(name: str, snapshot: Snapshot, devices: Mapping[int, DeviceMap], row
         yield ""
         yield from _places(device.places, rows)
         yield ""
-        yield from _distribution(segment for segment in snapshot.segments if segment.device == number)
+        yield from _distribution(by_device.get(number, ()))
     if snapshot.settings:
         yield ""
         yield from _settings(snapshot.settings)
