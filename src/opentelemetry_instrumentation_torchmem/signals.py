@@ -543,8 +543,8 @@ METRICS: tuple[Metric, ...] = (
            "The largest single request on the default stream and pool that is sure to succeed, the "
            "allocator's own flush allowed: never above the truth. What others take meanwhile is not in it. "
            "From the last snapshot, torch.memory.snapshot.age old, and never more than this cycle's reading "
-           "leaves: then it may be too small, and is too large only if pieces that were free have been used "
-           "and as much has become free elsewhere.",
+           "leaves: between two snapshots it may be too small, and is too large only where it stands on a "
+           "free block that has been used or given back since, while as much is free elsewhere.",
            lambda d: d.headroom),
     Metric("torch.memory.free_block.largest", Kind.GAUGE, "By",
            "The largest request on the default stream and pool that is served without asking the driver: as "

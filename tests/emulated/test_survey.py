@@ -350,6 +350,95 @@ def test_what_others_have_taken_since_a_snapshot_is_not_headroom(gpu):
 
 
 @native.body
+@expandable.body
+def private_memory_since() -> dict:
+    import torch
+    from emulator import control
+
+    watched = Watched(snapshot_share=1e-6)
+    kept = [take(30 * MIB), take(3 * MIB)]
+    got = {}
+    for how in ("pool", "graph"):
+        if how == "pool":
+            assert watched.takes_one()
+            pool = torch.cuda.MemPool()
+            kept.append(pool)
+            with torch.cuda.use_mem_pool(pool):
+                private = take(200 * MIB)
+        else:
+            graph = torch.cuda.CUDAGraph()
+            kept.append(graph)
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+                private = torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
+        del private  # it is idle, and the pool that lives keeps it
+        assert not watched.takes_one()
+        told = watched.figures()
+        fits = control.would_fit(told["headroom"]), control.would_fit(told["headroom"] + 20 * MIB + 1)
+        got[how] = [fits, "cached_free" in told, told["cached"]]
+    graph.reset()  # in no statistics
+    watched.collect()
+    return {**got, "reset": watched.figures().get("split_free"), "kept": len(kept)}
+
+
+@both_modes
+def test_what_private_pools_hold_since_the_snapshot_is_neither_headroom_nor_cache_that_comes_back(
+    gpu, together
+):
+    got = together(gpu, private_memory_since)
+    pool, graph = got["pool"], got["graph"]
+    assert pool[0] == graph[0] == [True, False]
+    assert (pool[1], graph[1]) == (False, False)
+    assert graph[2] - pool[2] >= 200 * MIB
+    assert got["reset"] is None
+
+
+@expandable.body
+def cut_up_since() -> dict:
+    from emulator import control
+
+    watched = Watched(snapshot_share=1e-6)
+    holes, kept = [], []
+    for _ in range(5):
+        holes.append(take(40 * MIB))
+        kept.append(take(20 * MIB))
+    holes.clear()
+    assert watched.takes_one()
+    before = watched.headroom
+    kept += [take(25 * MIB) for _ in range(5)]  # of each hole less than a page remains
+    assert not watched.takes_one()
+    return {
+        "before": before,
+        "then": watched.headroom,
+        "fits": control.would_fit(watched.headroom),
+        "kept": len(kept),
+    }
+
+
+def test_of_pages_that_requests_have_cut_up_since_the_snapshot_none_is_counted_on(gpu):
+    got = expandable(gpu, cut_up_since)
+    assert got["before"] == (1024 - 5 * 20 - 4) * MIB  # less what is no whole page
+    assert got["fits"]
+    assert got["then"] == (1024 - 5 * 60 - 4) * MIB
+
+
+@expandable.body
+def less_than_a_page_left() -> dict:
+    from emulator import control
+
+    watched = Watched(snapshot_share=1e-6)
+    kept = take(40 * MIB)
+    assert watched.takes_one()
+    control.external_malloc(0, watched.figures()["free"] - 19 * MIB)
+    assert not watched.takes_one()
+    return {"told": watched.headroom, "fits": control.would_fit(watched.headroom), "kept": kept.numel()}
+
+
+def test_what_others_leave_is_no_headroom_where_it_is_no_whole_page(gpu):
+    got = expandable(gpu, less_than_a_page_left)
+    assert (got["told"], got["fits"]) == (MIB, True)
+
+
+@native.body
 def on_a_requests_thread() -> dict:
     survey.SOON, survey.IDLE_WAIT = 150.0, 30.0
     clock = Clock()

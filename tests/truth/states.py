@@ -173,7 +173,7 @@ class Walk:
 
         self.torch = torch
         self.clock = Clock()
-        self.watched = Watched()
+        self.watched = Watched(snapshot_share=1e-5)  # none between a snapshot that was due and a change
         self.mode = mode
         self.watches = PoolWatch(), CaptureWatch()
         self.watches[0].install(torch.cuda.memory)
@@ -623,6 +623,8 @@ class Judge(Oracle):
 class ExportJudge(Oracle):
     """Holds what is exported in one device's state against what the allocator then does."""
 
+    changed_private = False
+
     def judge(self) -> None:
         self.tally.exported = 1
         self.walk.clock.pass_by(10_000)
@@ -634,10 +636,13 @@ class ExportJudge(Oracle):
             return
         self.ledger(sure=True)
         self.served(sure=not self.absent)
-        self.change()
+        for _ in range(2):
+            self.change()
 
     def collect(self) -> None:
         self.watched = self.walk.watched.collect()
+        statistics = self.torch.cuda.memory_stats_as_nested_dict(self.device)
+        self.given_back = statistics["num_device_free"]
         self.absent = {
             labels["torch.memory.telemetry.absence"]: count
             for labels, count in self.points("telemetry.absent")
@@ -683,11 +688,12 @@ class ExportJudge(Oracle):
             return
         trapped = self.left_trapped()
         self.expect(split in (None, trapped), f"{trapped} remain trapped")
-        if held and fragmentation is not None:
+        if held and fragmentation is not None and split is not None:
             self.expect(fragmentation == trapped / held, f"{trapped / held} of what is held is trapped")
 
-    def served(self, sure: bool) -> None:
-        """What is told to succeed does, and where nothing is left open no more does."""
+    def served(self, sure: bool, blocks: bool = True) -> None:
+        """What is told to succeed does, and where nothing is left open no more does; ``blocks`` if those that
+        the snapshot found are still there."""
         headroom = self.figure("headroom")
         self.expect(headroom is not None or bool(self.absent), "headroom is absent without a reason")
         if headroom:
@@ -695,7 +701,7 @@ class ExportJudge(Oracle):
         if headroom is not None and sure:
             self.expect(not self.attempt(headroom + 1)[0], f"{headroom + 1} succeeds")
         lends = self.walk.lends and self.walk.mode.fraction
-        for labels, size in self.points("free_block.largest"):
+        for labels, size in self.points("free_block.largest") if blocks else ():
             if size:
                 self.expect(self.attempt(size) == (True, True), f"no block serves {size}, {labels}")
             larger = max(size, MIB) + 1 if labels["torch.memory.pool"] == "large" else size + 1
@@ -703,18 +709,22 @@ class ExportJudge(Oracle):
                 self.expect(not self.attempt(larger)[1], f"a block serves {larger}, {labels}")
 
     def change(self) -> None:
-        """What bounds the process changes, and no snapshot is due: the allocator's state is as it was."""
-        if self.chance.random() < 0.5 and self.walk.mode.fraction:
-            self.walk.fraction()
-        elif self.walk.mode.switched:
-            self.walk.switch()
-        else:
-            return
-        self.where += ", after a change"
+        """What bounds the process changes, or what lies in private pools, and no snapshot is due."""
+        walk = self.walk
+        private = [walk.graph, walk.drop_graph, walk.pool, walk.in_pool]
+        bounds = [walk.others, walk.others]
+        bounds += [walk.fraction] * 2 * walk.mode.fraction + [walk.switch] * 2 * bool(walk.mode.switched)
+        change = self.chance.choice(private + bounds)
+        self.changed_private = self.changed_private or change in private
+        with contextlib.suppress(self.torch.OutOfMemoryError):
+            change()
+        self.where += f", then {change.__name__}"
+        given_back = self.given_back
         self.collect()
         if self.expect_seen():
             self.ledger(sure=False)
-            self.served(sure=False)
+            if self.given_back == given_back:  # else the free block may be gone that headroom stands on
+                self.served(sure=False, blocks=not self.changed_private)
 
 
 if __name__ == "__main__":  # one mode in one process: run.py starts it on the emulated GPU

@@ -99,10 +99,18 @@ def test_large_segments_of_another_size_are_asked_for():
 
 @pytest.mark.parametrize(
     ("conf", "mib"),
-    [("", 1140), ("expandable_segments_reserve:0.5", 500), ("expandable_segments_reserve:0.25G", 260)],
+    [
+        ("", (1140, 1140)),
+        ("expandable_segments_reserve:0.5", (500, 500)),
+        ("expandable_segments_reserve:0.25G", (260, 260)),
+        ("expandable_segments_reserve:-1", (1140, 1140)),
+        ("expandable_segments_reserve_by_class:[a:0.1]", (100, 1140)),
+        ("expandable_segments_reserve:0.5,expandable_segments_reserve_by_class:[a:0.1,b:0.7]", (100, 700)),
+    ],
 )
 def test_an_address_range_is_as_long_as_the_settings_say(conf, mib):
-    assert address_range(AllocatorSettings.parse(conf, "test"), 1000 * MIB, 20 * MIB) == mib * MIB
+    found = address_range(AllocatorSettings.parse(conf, "test"), 1000 * MIB, 20 * MIB)
+    assert (found.least // MIB, found.most // MIB) == mib
 
 
 # ---- free, trapped, given back ----

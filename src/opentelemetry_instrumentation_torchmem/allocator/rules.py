@@ -161,22 +161,21 @@ class Rules:
         return block < size + self.non_split_rounding
 
 
-def address_range(settings: AllocatorSettings, total: int, page: int) -> int:
-    """The bytes of addresses that an expandable segment spans, at least: no single request exceeds them."""
-    full = total + total // 8
-    if settings.expandable_segments_reserve is None and settings.expandable_segments_reserve_by_class is None:
-        return -(-full // page) * page
+def address_range(settings: AllocatorSettings, total: int, page: int) -> Between:
+    """The bytes of addresses that an expandable segment spans: no single request exceeds them. Those by class
+    are of streams that were given one; whether this one was is not known."""
+    full = _reserve(settings.expandable_segments_reserve or "", total) or total + total // 8
     by_class = (settings.expandable_segments_reserve_by_class or "").strip("[] ").split(",")
-    texts = [settings.expandable_segments_reserve or "", *(item.rpartition(":")[2] for item in by_class)]
-    reserves = [size for size in (_reserve(text, total) for text in texts) if size > 0]
-    return -(-min([full, *reserves]) // page) * page
+    each = [full, *filter(None, (_reserve(item.rpartition(":")[2], total) for item in by_class))]
+    return Between(-(-min(each) // page) * page, -(-max(each) // page) * page)
 
 
 def _reserve(text: str, total: int) -> int:
     """``0.5`` of the device or ``40G``; 0 where torch would not take it."""
     text = text.strip()
     try:
-        return int(float(text[:-1]) * (1 << 30)) if text.endswith("G") else int(float(text) * total)
+        size = float(text[:-1]) * (1 << 30) if text.endswith("G") else float(text) * total
+        return max(0, int(size))
     except (ValueError, OverflowError):
         return 0
 

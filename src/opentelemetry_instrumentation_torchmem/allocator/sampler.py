@@ -396,6 +396,8 @@ class Sampler:
             map_age=None if surveyed is None else max(0.0, monotonic() - surveyed.at),
             map_is_current=surveyed is not None and surveyed.is_of(reading),
             private_pools=bool(LIVING),
+            hidden=0 if surveyed is None else surveyed.hidden(reading, bool(LIVING)),
+            cut_up=0 if surveyed is None else surveyed.cut_up(reading),
         )
 
     def _attempt(self, what: str, part: Callable[..., Any], *arguments: Any) -> Any:

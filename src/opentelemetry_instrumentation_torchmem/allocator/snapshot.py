@@ -123,6 +123,8 @@ class DeviceMap:
     private_idle: int
     """In wholly free cudaMalloc segments of private pools that may have an owner: the statistics do not count
     them as split, and ``empty_cache`` does not return them."""
+    private_busy: int
+    """What is more in such pools, and in use: it may become idle, and no statistics tell where."""
     other_streams_reserved: int | None
     """Held in the default pool by streams other than the one that was asked for: of no use to it."""
     cached: Between | None
@@ -145,6 +147,8 @@ class DeviceMap:
     limits: Limits = Limits()
     """What it was reckoned with."""
     rules: Rules | None = None
+    stuck: bool = False
+    """Nothing may be given back: with a split limit torch tries a part of a segment, which fails."""
 
     @property
     def free(self) -> int:
@@ -182,9 +186,12 @@ class DeviceMap:
             reading.pending_free,
         )
 
-    def headroom_at(self, reading: AllocatorReading, total: int, free: int) -> int | None:
+    def headroom_at(
+        self, reading: AllocatorReading, total: int, free: int, hidden: int = 0, cut_up: int = 0
+    ) -> int | None:
         """Headroom as far as this map bears it out in a later state: with so much free on the device now, and
-        where what is not trapped is to be had.
+        where what is not trapped is to be had; ``hidden`` bytes may have become idle in private pools since,
+        and so many of expandable segments ``cut_up``.
 
         The smaller of two figures that differ: neither more than was found, nor more than is left. Blocks
         that are pending now may be so for long, and are not counted on. None where it was not found, or the
@@ -198,17 +205,14 @@ class DeviceMap:
             rest = _rest(self.free, self.cached)
             trapped = held if rest is None else min(held, rest.most)
         else:
-            trapped = min(held, trapped + self.private_idle)
+            trapped += self.private_idle
+        trapped = held if self.stuck else min(held, trapped + hidden + cut_up)
         fraction = 1.0 if self.limits.fraction is None else self.limits.fraction
         allowed = int(fraction * total) - reading.reserved
         given_back = held - trapped
         asked = allowed if rules.refuses_early else allowed + given_back
-        new = free + given_back
-        if rules.expandable:
-            page = rules.page(LARGE)
-            new = new if new < page else new // page * page
-        served = self.free_blocks_at(reading) or {}
-        left = max(rules.largest_asking(max(0, min(new, asked))), *served.values(), 0)
+        served = self.free_blocks_at(reading, hidden) or {}
+        left = max(_new_memory(rules, free + given_back, max(0, asked), total), *served.values(), 0)
         return min(self.headroom.least, left)
 
     def under_other_settings(self) -> DeviceMap:
@@ -227,7 +231,7 @@ class DeviceMap:
         least = later.headroom_at(reading, driver.total, driver.free)
         return replace(later, headroom=None if least is None else Between(least, max(least, found.most)))
 
-    def free_blocks_at(self, reading: AllocatorReading) -> Mapping[str, int] | None:
+    def free_blocks_at(self, reading: AllocatorReading, hidden: int = 0) -> Mapping[str, int] | None:
         """By kind: the largest request that is served without asking the driver, were the block still free
         that this map found, as far as there is as much in no use in a later state. None as for headroom."""
         rules, blocks = self.rules, self.free_block_largest
@@ -237,7 +241,7 @@ class DeviceMap:
         if not isinstance(active, Mapping):
             return None
         return {
-            kind: min(block.least, rules.largest_served(kind, max(0, reserved[kind] - active[kind])))
+            kind: min(block.least, rules.largest_served(kind, max(0, reserved[kind] - active[kind] - hidden)))
             for kind, block in blocks.items()
         }
 
@@ -603,7 +607,7 @@ def _device_map(
     reserved = allocated = active = cached_least = cached_most = releasable_least = releasable_most = 0
     shared: list[_Group] = []
     private: list[_Group] = []
-    private_idle = 0
+    private_idle = private_busy = 0
     told, whole = True, True
     for group in groups:
         reserved += group.reserved
@@ -616,8 +620,10 @@ def _device_map(
             private.append(group)
             perhaps = (device, group.pool) not in live_pools
             sure = (device, group.pool) in dropped_pools
-            if not sure and not group.expandable:
-                private_idle += group.cached
+            if not sure:
+                idle = sum(group.free) if group.expandable else group.cached
+                private_idle += 0 if group.expandable else idle
+                private_busy += group.reserved - idle
         if perhaps:
             cached_most += group.cached
             releasable_most += group.releasable
@@ -639,6 +645,7 @@ def _device_map(
         why = RELEASE
 
     cached = releasable = headroom = None
+    stuck = False
     blocks: dict[str, Between] | None = None
     if why is None:
         if not (settings.in_doubt and rules.max_split is not None):
@@ -660,7 +667,7 @@ def _device_map(
             else:
                 bounds = _Bounds.of(driver, fraction, rules, reserved, releasable)
                 new = _NewMemory(rules, settings, groups, driver.total, limits.untouched)
-                headroom = _headroom(groups, rules, bounds, blocks, stream, new, driver.total, absent)
+                headroom, stuck = _headroom(groups, rules, bounds, blocks, stream, new, driver.total, absent)
     if why is not None:
         absent |= dict.fromkeys(("fragmentation", "split_free", "headroom"), why)
     if blocks is None:
@@ -675,6 +682,7 @@ def _device_map(
         pending_free=active - allocated,
         private_reserved=sum(group.reserved for group in private) if told else None,
         private_idle=private_idle,
+        private_busy=private_busy,
         other_streams_reserved=(
             sum(group.reserved for group in shared if group.stream != stream) if told else None
         ),
@@ -685,6 +693,7 @@ def _device_map(
         absent=absent,
         limits=limits,
         rules=rules,
+        stuck=stuck,
     )
 
 
@@ -753,7 +762,8 @@ def _headroom(
     new: _NewMemory,
     total: int,
     absent: dict[str, str],
-) -> Between:
+) -> tuple[Between, bool]:
+    """And whether nothing is given back."""
     driver = new.least(bounds.free.least, bounds.asked.least)
     # With a split limit torch first gives back a block above it, even a part of a segment, which fails.
     # Without a block that is large enough it gives back all above it, the largest first.
@@ -783,7 +793,20 @@ def _headroom(
             absent["headroom"] = FRACTION
         else:
             absent["headroom"] = UNMAPPED
-    return Between(least, max(most, spare))
+    return Between(least, max(most, spare)), stuck
+
+
+def _new_memory(rules: Rules, free: int, asked: int, span: int) -> int:
+    """The largest request that gets new memory for sure, wherever it would be mapped, with so much free on
+    the device, where so much may be asked for; an address range spans no more than ``span``."""
+    if not rules.expandable:
+        return rules.largest_asking(min(free, asked))
+    upto = min(free - free % rules.page(LARGE), span)
+    return rules.largest_asking(asked, rules.small_most, upto) or _small_new_memory(rules, free, asked)
+
+
+def _small_new_memory(rules: Rules, free: int, asked: int) -> int:
+    return rules.largest_asking(asked, upto=rules.small_most) if free >= rules.page(SMALL) else 0
 
 
 class _NewMemory:
@@ -794,22 +817,18 @@ class _NewMemory:
     ) -> None:
         self._rules = rules
         self._page = page = rules.page(LARGE)
-        self._span = span = address_range(settings, total, page)
+        self._spans = spans = address_range(settings, total, page)
         self._ranges = sorted(each for group in groups if group.kind == LARGE for each in group.ranges)
-        self._gaps = _gaps(self._ranges, page, span) if untouched else None
+        self._gaps = _gaps(self._ranges, page, spans.least) if untouched and spans.exact else None
 
     def least(self, free: int, asked: int) -> int:
         """What is sure to succeed with so much free on the device, and if so much may be asked for."""
-        rules = self._rules
-        if not rules.expandable:
-            return rules.largest_asking(min(free, asked))
         # Wherever it is mapped, so much is enough; beside what is free already, less may be.
-        upto = min(free // self._page * self._page, self._span)
-        sure = rules.largest_asking(asked, rules.small_most, upto) or self._small(free, asked)
-        if self._gaps is None:
+        sure = _new_memory(self._rules, free, asked, self._spans.least)
+        if self._gaps is None or not self._rules.expandable:
             return sure
         # What no range has addresses for before the flush gets a new one, which may lie before the others.
-        room = max((each.tail + self._span - each.size for each in self._ranges), default=0)
+        room = max((each.tail + self._spans.least - each.size for each in self._ranges), default=0)
         return max(sure, self._first_fit(self._gaps, free, asked, room))
 
     def most(self, free: int, asked: int) -> int:
@@ -817,17 +836,13 @@ class _NewMemory:
         rules = self._rules
         if not rules.expandable:
             return rules.largest_asking(min(free, asked))
-        pages = free // self._page
+        span, pages = self._spans.most, free // self._page
         if self._gaps is not None:
-            large = self._first_fit(self._gaps, free, asked, self._span)
+            large = self._first_fit(self._gaps, free, asked, span)
         else:
-            upto = min(pages * self._page + _beside(self._ranges, self._page), self._span)
+            upto = min(pages * self._page + _beside(self._ranges, self._page), span)
             large = rules.largest_asking(asked, rules.small_most, upto) if pages else 0
-        return large or self._small(free, asked)
-
-    def _small(self, free: int, asked: int) -> int:
-        rules = self._rules
-        return rules.largest_asking(asked, upto=rules.small_most) if free >= rules.page(SMALL) else 0
+        return large or _small_new_memory(rules, free, asked)
 
     def _first_fit(self, gaps: Sequence[tuple[int, int, int]], free: int, asked: int, room: int) -> int:
         """The largest large request, up to ``room``: it goes into the first gap with addresses enough, be
@@ -835,7 +850,7 @@ class _NewMemory:
         page = self._page
         pages = free // page
         best, reach = 0, self._rules.small_most
-        for before, count, after in [*gaps, (0, self._span // page, 0)]:
+        for before, count, after in [*gaps, (0, self._spans.least // page, 0)]:
             whole = before + count * page + after
             if whole > reach:
                 upto = whole if count <= pages else before + pages * page

@@ -30,6 +30,10 @@ class DeviceState(NamedTuple):
     """Whether nothing has happened between that snapshot and the reading."""
     private_pools: bool = False
     """Whether some are known to live: the reading does not count what is wholly free in them as split."""
+    hidden: int = 0
+    """Bytes that may have become idle in them since the snapshot."""
+    cut_up: int = 0
+    """Bytes that may have become trapped since, which the reading does not count."""
 
     @property
     def fragmentation(self) -> float | None:
@@ -55,7 +59,7 @@ class DeviceState(NamedTuple):
             return self.map.headroom.least
         if free is None or self.limit is None:
             return None
-        return self.map.headroom_at(self.reading, self.limit, max(0, free))
+        return self.map.headroom_at(self.reading, self.limit, max(0, free), self.hidden, self.cut_up)
 
     @property
     def free_block_largest(self) -> Mapping[str, int] | None:
@@ -64,7 +68,7 @@ class DeviceState(NamedTuple):
             return None
         if self.map_is_current:
             return {kind: block.least for kind, block in self.map.free_block_largest.items()}
-        return self.map.free_blocks_at(self.reading)
+        return self.map.free_blocks_at(self.reading, self.hidden)
 
     @property
     def _free(self) -> int | None:
@@ -76,10 +80,12 @@ class DeviceState(NamedTuple):
 
     @property
     def _reading_tells(self) -> bool:
-        """Whether ``inactive_split`` is all that is trapped, as far as the last snapshot knows, or without
-        one the process. More than is in no use it cannot be: torch's own count of it goes wrong where a split
-        limit was lowered at run time."""
-        idle = self.private_pools if self.map is None else self.map.private_idle
+        """Whether ``inactive_split`` is all that is trapped: by a snapshot of the same moment, else where
+        there are no private pools. More than is in no use it cannot be: torch's own count of it goes wrong
+        where a split limit was lowered at run time."""
+        idle = self.map is not None and self.map.private_idle
+        if not self.map_is_current:
+            idle = idle or self.private_pools
         split, cached = self.reading.inactive_split, self.reading.cached
         return split is not None and not idle and (cached is None or split <= cached)
 

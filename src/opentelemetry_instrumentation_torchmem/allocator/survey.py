@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from ..telemetry import OwnTelemetry
 from .captures import CaptureWatch
-from .reading import AllocatorReading
+from .reading import POOLS, AllocatorReading
 from .settings import AllocatorSettings, settings_at
 from .snapshot import DeviceMap, Limits, PoolOn, analyse, never_released
 from .source import NATIVE, Source
@@ -57,10 +57,18 @@ class Surveyed(NamedTuple):
     """Taken just before it."""
     settings: AllocatorSettings | None = None
     """As the runtime told them then."""
+    owned: Collection[PoolOn] = ()
+    """The private pools that had an owner for sure."""
+    disowned: bool = False
+    """Whether others have one by now: no statistics tell."""
 
-    def under(self, settings: AllocatorSettings, fraction: float | None) -> Surveyed:
-        """The same where the settings and the process's fraction are others by now: neither is in any
-        statistics, and both decide what succeeds."""
+    def under(
+        self, settings: AllocatorSettings, fraction: float | None, owned: Collection[PoolOn]
+    ) -> Surveyed:
+        """The same where the settings, the process's fraction and the owners of pools are others by now: none
+        of them is in any statistics, and all decide what succeeds."""
+        if self.owned != owned:
+            self = self._replace(disowned=True)  # noqa: PLW0642 - the same, later
         same = self.settings is not None and settings.in_force == self.settings.in_force
         if self.map is None or (same and fraction == self.map.limits.fraction):
             return self
@@ -70,12 +78,43 @@ class Surveyed(NamedTuple):
 
     def is_of(self, reading: AllocatorReading) -> bool:
         """Whether nothing has happened in between: equal sums alone may lie in other places by now."""
-        return reading.statistics == self.reading.statistics
+        return not self.disowned and reading.statistics == self.reading.statistics
+
+    def hidden(self, latest: AllocatorReading, private_pools: bool) -> int:
+        """Bytes that may have become idle in private pools since: what was in use in them, and all that was
+        won from the driver meanwhile. ``private_pools``: some live."""
+        found = self.map
+        if found is None or not (private_pools or found.private_busy or found.private_idle):
+            return 0
+        return found.private_busy + _since(self.reading, latest, "reserved_bytes", "all", "allocated")
+
+    def cut_up(self, latest: AllocatorReading) -> int:
+        """Bytes of expandable segments that may have become trapped since, which no reading counts: each
+        request cuts up less than a page, each free leaves less than one on either side."""
+        if self.map is None or self.map.rules is None or latest.inactive_split is not None:
+            return 0
+        return sum(
+            self.map.rules.page(kind)
+            * (
+                _since(self.reading, latest, "active", pool, "allocated")
+                + 2 * _since(self.reading, latest, "active", pool, "freed")
+            )
+            for kind, pool in POOLS.items()
+        )
 
     def is_overtaken(self, latest: AllocatorReading) -> bool:
         """Whether the allocator has flushed since, or failed: little is where it was."""
         then = self.reading
         return (latest.retries or 0) > (then.retries or 0) or (latest.ooms or 0) > (then.ooms or 0)
+
+
+def _since(then: AllocatorReading, latest: AllocatorReading, family: str, pool: str, what: str) -> int:
+    """How much a counter rose; more than is ever held where that is not known, as after the user's reset."""
+    before, now = (reading.statistics.get(family, {}).get(pool, {}).get(what) for reading in (then, latest))
+    return _ALL if before is None or now is None or now < before else now - before
+
+
+_ALL = 1 << 62
 
 
 class Survey:
@@ -139,8 +178,9 @@ class Survey:
             else:
                 self._not_now("snapshot_budget")
         oldest = monotonic() - self._max_age
+        owned = self._live_pools() if self._surveyed else ()
         return {
-            index: found.under(settings, source.memory_fraction(index))
+            index: found.under(settings, source.memory_fraction(index), owned)
             if found.at >= oldest
             else found._replace(map=None)
             for index, found in self._surveyed.items()
@@ -174,7 +214,7 @@ class Survey:
     def take_over(self, device: int, found: Surveyed) -> None:
         """Someone else's look at a device: an out of memory error's. As fresh as one of our own."""
         if self._share:
-            self._surveyed = {**self._surveyed, device: found}
+            self._surveyed = {**self._surveyed, device: found._replace(owned=self._live_pools())}
 
     def _may_look(
         self,
@@ -255,14 +295,12 @@ class Survey:
                 self._not_now("snapshot_capture")
                 return
             self._settings = settings, settings_at(snapshot, settings)
-            maps = analyse(
-                snapshot["segments"],
-                self._settings[1],
-                limits,
-                live_pools=self._live_pools(),  # after it: what is alive now was so then
-            )
+            owned = self._live_pools()  # after it: what is alive now was so then
+            maps = analyse(snapshot["segments"], self._settings[1], limits, live_pools=owned)
             self._surveyed = {
-                index: Surveyed(maps[index], at, readings[index], settings) for index in used if index in maps
+                index: Surveyed(maps[index], at, readings[index], settings, owned)
+                for index in used
+                if index in maps
             }
         finally:
             cost = perf_counter() - began
