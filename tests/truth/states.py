@@ -636,13 +636,12 @@ class ExportJudge(Oracle):
             return
         self.ledger(sure=True)
         self.served(sure=not self.absent)
+        given_back = self.given_back()
         for _ in range(2):
-            self.change()
+            self.change(given_back)
 
     def collect(self) -> None:
         self.watched = self.walk.watched.collect()
-        statistics = self.torch.cuda.memory_stats_as_nested_dict(self.device)
-        self.given_back = statistics["num_device_free"]
         self.absent = {
             labels["torch.memory.telemetry.absence"]: count
             for labels, count in self.points("telemetry.absent")
@@ -708,7 +707,10 @@ class ExportJudge(Oracle):
             if sure and not lends and (labels["torch.memory.pool"] == "large" or larger <= MIB):
                 self.expect(not self.attempt(larger)[1], f"a block serves {larger}, {labels}")
 
-    def change(self) -> None:
+    def given_back(self) -> int:
+        return self.torch.cuda.memory_stats_as_nested_dict(self.device)["num_device_free"]
+
+    def change(self, given_back: int) -> None:
         """What bounds the process changes, or what lies in private pools, and no snapshot is due."""
         walk = self.walk
         private = [walk.graph, walk.drop_graph, walk.pool, walk.in_pool]
@@ -719,11 +721,10 @@ class ExportJudge(Oracle):
         with contextlib.suppress(self.torch.OutOfMemoryError):
             change()
         self.where += f", then {change.__name__}"
-        given_back = self.given_back
         self.collect()
         if self.expect_seen():
             self.ledger(sure=False)
-            if self.given_back == given_back:  # else the free block may be gone that headroom stands on
+            if self.given_back() == given_back:  # else the free block may be gone that headroom stands on
                 self.served(sure=False, blocks=not self.changed_private)
 
 
