@@ -539,6 +539,7 @@ class OomWatch:
                 external=external(reading, driver) if reading and driver and together else None,
                 pending_before=pending_before,
                 freed_otherwise=freed_otherwise,
+                nobody_else=_is_the_only_thread(),
                 baseline=self._sampler.recorder.least_external(device),
                 page=_page(settings),
                 expandable=settings is not None and settings.expandable_segments,
@@ -706,6 +707,12 @@ def _blocks(
         below=below,
         expandable=settings.expandable_segments,
     )
+
+
+def _is_the_only_thread() -> bool:
+    """Whether nobody but this thread can have freed a tensor: none runs but OpenTelemetry's and ours."""
+    others = (each for each in threading.enumerate() if each.ident != threading.get_ident())
+    return all(each.name.startswith(("Otel", "torchmem-")) for each in others)
 
 
 def _freed_before(

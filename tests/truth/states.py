@@ -375,6 +375,7 @@ def _walk(mode: str, seed: int, stops: int) -> Iterator[dict[str, Any]]:
         set_settings(torch, of_mode.conf)
     chance = random.Random(f"{mode}/{seed}")
     walk = Walk(of_mode, chance)
+    ended = False
     for stop in range(stops):
         try:
             walk.go(chance.choice([4, 12, 30]))
@@ -390,9 +391,11 @@ def _walk(mode: str, seed: int, stops: int) -> Iterator[dict[str, Any]]:
         tally = Judge(walk, device, known, where).tally
         if chance.random() < EXPORTED:
             exported = ExportJudge(walk, device, where)
-            exported.judge()
+            ended = exported.judge_all()
             tally.add(vars(exported.tally))
         yield vars(tally)
+        if ended:
+            return
 
 
 class Oracle:
@@ -624,6 +627,14 @@ class ExportJudge(Oracle):
     """Holds what is exported in one device's state against what the allocator then does."""
 
     changed_private = False
+
+    def judge_all(self) -> bool:
+        """Whether a change has ended the walk."""
+        try:
+            self.judge()
+        except EndedError:
+            return True
+        return False
 
     def judge(self) -> None:
         self.tally.exported = 1

@@ -55,6 +55,9 @@ def failed(asked=64, free=10, total=1000, allowed=None, reserved=980, blocks=NOT
         (failed(blocks=(64, 64, 0, 0, 0), pending_before=1, freed_otherwise=0), "pending_frees"),  # joined
         (failed(blocks=(64, 64, 0, 0, 0), pending_before=64, freed_otherwise=1), "changed_meanwhile"),
         (failed(blocks=(64, 64, 0, 0, 0), pending_before=64), "changed_meanwhile"),  # the counters were reset
+        (failed(blocks=(64, 64, 0, 0, 0), freed_otherwise=64, nobody_else=True), "pending_frees"),
+        (failed(blocks=(64, 64, 0, 0, 0), nobody_else=True), "pending_frees"),  # there is no earlier reading
+        (failed(blocks=(64, 64, 0, 0, 0), freed_otherwise=0, nobody_else=True), "changed_meanwhile"),
         (
             failed(blocks=(64, 64, 0, 0, 0), freed_otherwise=0),
             "changed_meanwhile",

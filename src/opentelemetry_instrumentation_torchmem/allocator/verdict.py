@@ -93,6 +93,8 @@ class Failure(NamedTuple):
     freed_otherwise: int | None = None
     """Bytes of that kind that may have been freed since then with no stream to wait for, by anybody; None
     where the counters do not tell."""
+    nobody_else: bool = False
+    """Whether the program has no other thread: what came free meanwhile had waited for a stream."""
     external: int | None = None
     """Bytes that others used on the device, when it was read: the CUDA context, NCCL, other processes."""
     baseline: int | None = None
@@ -128,7 +130,8 @@ def verdict(failure: Failure) -> str:
         return "fraction"
     _, most = sizes(asked, failure.page)  # of a block below that it is not known whether it would do
     if blocks is not None and blocks.largest >= most:
-        only_pending = failure.pending_before and failure.freed_otherwise == 0
+        freed = bool(failure.pending_before) or failure.freed_otherwise != 0
+        only_pending = freed and (failure.nobody_else or failure.freed_otherwise == 0)
         return "pending_frees" if only_pending else "changed_meanwhile"
     if blocks is not None and blocks.pending >= most:
         return "pending_frees"
