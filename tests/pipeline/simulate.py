@@ -108,8 +108,8 @@ def be_one(devices: int, targets: int, to: Path) -> None:
         def call() -> None:
             with track(name):
                 barrier.wait(30)
-                for each in range(devices):
-                    torch.empty(2 * MIB, dtype=torch.uint8, device=f"cuda:{each}")
+                for each in range(devices):  # each call grows: only growths have exemplars
+                    kept.append(torch.empty(10 * MIB, dtype=torch.uint8, device=f"cuda:{each}"))
                 barrier.wait(30)
 
         threads = [threading.Thread(target=call) for _ in range(barrier.parties)]
