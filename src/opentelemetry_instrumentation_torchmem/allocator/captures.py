@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from .pools import Owners, PoolWatch, living, of_classes
+from .pools import OWNERSHIP, Owners, PoolWatch, living, of_classes
 from .replaced import Replaced
 from .snapshot import DEFAULT_POOL, PoolId, PoolOn
 from .source import initialised_torch
@@ -62,6 +62,7 @@ class CaptureWatch:
             self._replaced.put(graph_class, "capture_begin", self._begins)
             self._replaced.put(graph_class, "capture_end", self._ends)
             self._replaced.put(graph_class, "capture_end_pre", self._ends)  # from 2.15 on a step of its own
+            self._replaced.put(graph_class, "reset", _resets)
             self.owner_classes = (graph_class,)
 
     def note_older(self, owners: Sequence[Any]) -> None:
@@ -86,6 +87,13 @@ class CaptureWatch:
             return original(graph, *args, **kwargs)
         finally:
             self._capturing.pop(graph, None)
+
+
+def _resets(original: Callable[..., Any], graph: Any, /, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(graph, *args, **kwargs)
+    finally:
+        OWNERSHIP.changed()
 
 
 def _given(pool: Any = None, *_: Any, **__: Any) -> tuple[int, int, PoolId] | None:

@@ -44,6 +44,31 @@ LIVING: set[ref[Any]] = set()
 not count all that is trapped as split. To be asked at each request."""
 
 
+class Ownership:
+    """How often a pool may have won or lost an owner: no statistics tell, and to ask the pools takes the
+    allocator's lock."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+
+    def changed(self) -> None:
+        self.changes += 1
+
+
+OWNERSHIP = Ownership()
+"""That of this process."""
+
+
+def _lives(owner: Any) -> None:
+    LIVING.add(ref(owner, _gone))
+    OWNERSHIP.changed()
+
+
+def _gone(owner: ref[Any]) -> None:
+    LIVING.discard(owner)
+    OWNERSHIP.changed()
+
+
 class Owners:
     """The objects that own private pools, and on which device each does. Keeps none of them alive."""
 
@@ -57,7 +82,7 @@ class Owners:
             with suppress(Exception):  # a subclass without hash, a broken context: this is the user's call
                 self._devices[owner] = torch.cuda.current_device()
         with suppress(TypeError):
-            LIVING.add(ref(owner, LIVING.discard))
+            _lives(owner)
 
     def note_older(self, owners: Iterable[Any]) -> None:
         """Those made before. Of several devices, which one they were made on is not known."""
@@ -66,7 +91,8 @@ class Owners:
             for owner in owners:
                 self.note(owner)
         else:
-            LIVING.update(ref(owner, LIVING.discard) for owner in owners)
+            for owner in owners:
+                _lives(owner)
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         for reference in self._devices.keyrefs():  # at once: another thread may add one meanwhile

@@ -12,7 +12,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple, TypeVar
 
 from ..telemetry import OwnTelemetry
-from .pools import LIVING, PoolWatch
+from .pools import LIVING, OWNERSHIP, PoolWatch
 from .reading import AllocatorReading, DriverMemory, HostReading, RawReading, external
 from .recorder import Recorder
 from .settings import AllocatorSettings
@@ -180,7 +180,8 @@ class Sampler:
         """A map of the default stream that somebody else has made, and the reading and the settings just
         before it."""
         if self._survey is not None:
-            self._survey.take_over(device_map.device, Surveyed(device_map, reading.at, reading, settings))
+            found = Surveyed(device_map, reading.at, reading, settings, OWNERSHIP.changes)
+            self._survey.take_over(device_map.device, found)
 
     def failing_threads_source(self) -> Source | None:
         """The source, on a thread whose allocation has just failed; None where a reading could hang it."""

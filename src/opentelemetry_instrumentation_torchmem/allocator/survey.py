@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from ..telemetry import OwnTelemetry
 from .captures import CaptureWatch
+from .pools import OWNERSHIP
 from .reading import POOLS, AllocatorReading
 from .settings import AllocatorSettings, settings_at
 from .snapshot import DeviceMap, Limits, PoolOn, analyse, never_released
@@ -57,18 +58,12 @@ class Surveyed(NamedTuple):
     """Taken just before it."""
     settings: AllocatorSettings | None = None
     """As the runtime told them then."""
-    owned: Collection[PoolOn] = ()
-    """The private pools that had an owner for sure."""
-    disowned: bool = False
-    """Whether others have one by now: no statistics tell."""
+    ownership: int = 0
+    """How often pools had won or lost an owner."""
 
-    def under(
-        self, settings: AllocatorSettings, fraction: float | None, owned: Collection[PoolOn]
-    ) -> Surveyed:
-        """The same where the settings, the process's fraction and the owners of pools are others by now: none
-        of them is in any statistics, and all decide what succeeds."""
-        if self.owned != owned:
-            self = self._replace(disowned=True)  # noqa: PLW0642 - the same, later
+    def under(self, settings: AllocatorSettings, fraction: float | None) -> Surveyed:
+        """The same where the settings and the process's fraction are others by now: neither is in any
+        statistics, and both decide what succeeds."""
         same = self.settings is not None and settings.in_force == self.settings.in_force
         if self.map is None or (same and fraction == self.map.limits.fraction):
             return self
@@ -78,7 +73,7 @@ class Surveyed(NamedTuple):
 
     def is_of(self, reading: AllocatorReading) -> bool:
         """Whether nothing has happened in between: equal sums alone may lie in other places by now."""
-        return not self.disowned and reading.statistics == self.reading.statistics
+        return self.ownership == OWNERSHIP.changes and reading.statistics == self.reading.statistics
 
     def hidden(self, latest: AllocatorReading, private_pools: bool) -> int:
         """Bytes that may have become idle in private pools since: what was in use in them, and all that was
@@ -178,9 +173,8 @@ class Survey:
             else:
                 self._not_now("snapshot_budget")
         oldest = monotonic() - self._max_age
-        owned = self._live_pools() if self._surveyed else ()
         return {
-            index: found.under(settings, source.memory_fraction(index), owned)
+            index: found.under(settings, source.memory_fraction(index))
             if found.at >= oldest
             else found._replace(map=None)
             for index, found in self._surveyed.items()
@@ -214,7 +208,7 @@ class Survey:
     def take_over(self, device: int, found: Surveyed) -> None:
         """Someone else's look at a device: an out of memory error's. As fresh as one of our own."""
         if self._share:
-            self._surveyed = {**self._surveyed, device: found._replace(owned=self._live_pools())}
+            self._surveyed = {**self._surveyed, device: found}
 
     def _may_look(
         self,
@@ -295,10 +289,15 @@ class Survey:
                 self._not_now("snapshot_capture")
                 return
             self._settings = settings, settings_at(snapshot, settings)
-            owned = self._live_pools()  # after it: what is alive now was so then
-            maps = analyse(snapshot["segments"], self._settings[1], limits, live_pools=owned)
+            ownership = OWNERSHIP.changes
+            maps = analyse(
+                snapshot["segments"],
+                self._settings[1],
+                limits,
+                live_pools=self._live_pools(),  # after it: what is alive now was so then
+            )
             self._surveyed = {
-                index: Surveyed(maps[index], at, readings[index], settings, owned)
+                index: Surveyed(maps[index], at, readings[index], settings, ownership)
                 for index in used
                 if index in maps
             }
