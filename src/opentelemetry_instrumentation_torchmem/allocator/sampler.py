@@ -351,8 +351,8 @@ class Sampler:
         reading: AllocatorReading,
         still: Callable[[AllocatorReading], bool],
     ) -> tuple[int | None, int | None]:
-        """What others use on the device, and its limit, from the driver right after a reading, which must
-        ``still`` hold then; else what was known of the others before.
+        """What others use on the device, and its limit, from the driver right after a reading. Where it looks
+        otherwise than before the reading must ``still`` hold; else what was known of the others stands.
 
         Kept for the collections that a request's reading serves: from a reading and a driver's figure of
         different times, what the allocator won in between would look like somebody else's.
@@ -361,11 +361,13 @@ class Sampler:
         if driver is None:
             self._external.pop(index, None)
             return None, None
-        if not still(reading):
-            return self._external.get(index, (None, None))[0], driver.total
+        before, _ = self._external.get(index, (None, None))
+        used = external(reading, driver)
+        if used != before and not still(reading):
+            return before, driver.total
         self._external_at[index] = reading.at
-        known = self._external[index] = external(reading, driver), driver.total
-        return known
+        self._external[index] = used, driver.total
+        return used, driver.total
 
     def _limit(self, source: Source, index: int) -> int | None:
         driver = self._driver_memory(source, index)
