@@ -367,10 +367,13 @@ class Reckoning:
 
     def _growths(self) -> None:
         durations = {each["span"] for each in self._account.recorded[DURATION]}
-        growths = Counter(each["span"] for each in self._account.recorded[GROWTH])
-        differ = durations ^ growths.keys()
+        growths = self._account.recorded[GROWTH]
+        grew = Counter(each["span"] for each in growths if each["value"])  # those of 0 are of no span
+        differ = grew.keys() - durations
         self._want(
-            not differ and growths.total() == len(growths), "durations and growths are of other calls", differ
+            not differ and grew.total() == len(grew) and len(growths) == len(durations),
+            "durations and growths are of other calls",
+            differ,
         )
         self._told(GROWTH, lambda _: 1, lambda point: point.count)
 

@@ -45,6 +45,7 @@ from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.metrics import (
     AlignedHistogramBucketExemplarReservoir,
+    AlwaysOnExemplarFilter,
     MeterProvider,
     SimpleFixedSizeExemplarReservoir,
 )
@@ -287,7 +288,8 @@ def providers(collector: str) -> tuple[MeterProvider, TracerProvider, LoggerProv
     views = [
         View(instrument_name=row.name, exemplar_reservoir_factory=noting(row.name)) for row in REQUEST_METRICS
     ]
-    metered = MeterProvider([reader], views=views)
+    # all, for the account: growths of 0 are recorded where no span is
+    metered = MeterProvider([reader], views=views, exemplar_filter=AlwaysOnExemplarFilter())
     traced = TracerProvider(sampler=ALWAYS_ON)
     spans = Counted(f"{collector}/v1/traces", timeout=PATIENCE_S)
     traced.add_span_processor(BatchSpanProcessor(spans, max_queue_size=1 << 16, schedule_delay_millis=500))

@@ -104,7 +104,7 @@ WRONG: dict[str, tuple[Spoil, str]] = {
         "measured calls were not recorded",
     ),
     "a retry that was not recorded": (
-        _first("recorded", lambda line: line["metric"] == "torch.memory.request.retries"),
+        _first("recorded", lambda line: line["metric"] == "torch.memory.request.retries" and line["value"]),
         "retries of requests are not those on their spans",
     ),
     "a call that was measured while off": (
