@@ -178,13 +178,11 @@ def longest_wait(collect: Callable[[], object]) -> float:
     return longest
 
 
-def instrumented(sampler: Sampler = ALWAYS_ON, **options: Any) -> Callable[[], object]:
+def instrumented() -> Callable[[], object]:
     """Traced and metered; what collects."""
-    reader, tracers = InMemoryMetricReader(), TracerProvider(sampler)
+    reader, tracers = InMemoryMetricReader(), TracerProvider()
     tracers.add_span_processor(SpanProcessor())
-    TorchMemInstrumentor().instrument(
-        meter_provider=MeterProvider([reader]), tracer_provider=tracers, **options
-    )
+    TorchMemInstrumentor().instrument(meter_provider=MeterProvider([reader]), tracer_provider=tracers)
     return reader.collect
 
 

@@ -195,27 +195,29 @@ def a_block_of_the_same_page() -> dict:
     return watched.events[0]
 
 
-def freed_by_a_thread_of_no_request() -> dict:
+def freed_by_another_thread(measured: bool) -> dict:
+    """In a request of its own or in none, between the failure and our look at it."""
     import torch
 
     torch.cuda.init()
     holding, failed, freed, told = (threading.Event() for _ in range(4))
 
-    def background() -> None:
-        kept = take(700 * MIB)
-        holding.set()
-        failed.wait(30)
-        del kept
-        freed.set()
-        told.wait(30)
+    def frees() -> None:
+        with track("another") if measured else contextlib.nullcontext():
+            kept = take(700 * MIB)
+            holding.set()
+            failed.wait(30)
+            del kept
+            freed.set()
+            told.wait(30)
 
     def in_between(*_) -> None:
         failed.set()
         freed.wait(30)
 
-    torch._C._cuda_attach_out_of_memory_observer(in_between)
+    torch._C._cuda_attach_out_of_memory_observer(in_between)  # before ours
     watched = Watched()
-    thread = threading.Thread(target=background)
+    thread = threading.Thread(target=frees)
     thread.start()
     holding.wait(30)
     event = verdict_of(watched, 500 * MIB)
@@ -473,38 +475,6 @@ def small_and_full() -> dict:
     return event | {"kept": kept.numel()}
 
 
-def changed_meanwhile() -> dict:
-    """Another request frees what it holds between the failure and our look at it."""
-    import torch
-
-    torch.cuda.init()
-    holding, failed, freed, told = (threading.Event() for _ in range(4))
-
-    def other_request() -> None:
-        with track("another"):
-            kept = take(700 * MIB)
-            holding.set()
-            failed.wait(30)
-            del kept
-            freed.set()
-            told.wait(30)
-
-    def in_between(*_) -> None:
-        failed.set()
-        freed.wait(30)
-
-    torch._C._cuda_attach_out_of_memory_observer(in_between)  # before ours
-    watched = Watched()
-    thread = threading.Thread(target=other_request)
-    with track("answer"):
-        thread.start()
-        holding.wait(30)
-        fail(500 * MIB)
-    told.set()
-    thread.join()
-    return watched.events[0]
-
-
 def changed_by_the_driver() -> dict:
     from emulator import control
 
@@ -537,7 +507,7 @@ EXPECTED = [
         "20.0 MiB were pending before: a request of up to 64.5 MiB fits now.",
     ),
     (a_block_of_the_same_page, (), "full", "Full: less was free in all than was asked", "20.0 MiB asked"),
-    (freed_by_a_thread_of_no_request, (), "changed_meanwhile", "another thread", "is 700.0 MiB now"),
+    (freed_by_another_thread, (False,), "changed_meanwhile", "another thread", "is 700.0 MiB now"),
     (for_a_stream_that_it_names, (), "changed_meanwhile", "named another stream", "is 348.0 MiB now"),
     (held_by_a_pool, (), "private_pools", "Held by private pools", "(600.0 MiB)"),
     (held_by_a_graph, (), "private_pools", "Held by private pools", "(600.0 MiB)"),
@@ -580,7 +550,7 @@ EXPECTED = [
     ),
     (full, (), "full", "Full", "500.0 MiB asked of the driver, 324.0 MiB free of 1.00 GiB"),
     (small_and_full, (), "full", "Full", "2.0 MiB asked of the driver, 0 B free of 1.00 GiB"),
-    (changed_meanwhile, (), "changed_meanwhile", "Changed meanwhile", "is 700.0 MiB now"),
+    (freed_by_another_thread, (True,), "changed_meanwhile", "Changed meanwhile", "is 700.0 MiB now"),
     (changed_by_the_driver, (), "changed_meanwhile", "Changed meanwhile", "924.0 MiB free of 1.00 GiB"),
 ]
 
@@ -597,7 +567,7 @@ def test_each_verdict_is_reached_from_a_real_error(gpu, body, args, expected, wo
     assert figures in event["summary"]
     ledger = dict(line.split("=") for line in event["ledger"])
     assert sum(map(int, ledger.values())) == event["device_total"] == 1 << 30
-    assert event["requests_in_flight"] == (2 if body is changed_meanwhile else 1)
+    assert event["requests_in_flight"] == (2 if (body, args) == (freed_by_another_thread, (True,)) else 1)
     print(event["summary"])
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any, NamedTuple, cast
 
-from ..allocator.pools import living
+from ..allocator.pools import living, of_classes
 from ..allocator.reading import AllocatorReading, DriverMemory
 from ..allocator.settings import ENVIRONMENT, SEEN, AllocatorSettings, SettingsSeen
 from ..allocator.snapshot import Limits, PoolId, never_released
@@ -94,14 +94,15 @@ def told(seconds: float = 0.0) -> dict[str, Any]:
     after = {index: source.read(index) for index in used}
     whole = source.snapshot()
     whole.setdefault("device_traces", [[] for _ in range(max(used, default=-1) + 1)])
+    lives = _Lives.now(torch)
     whole[KEY] = {
         "torch": source.version,
         "backend": source.backend,
         "settings": source.settings().text,
         "variables": variables_of(os.environ),
         **_set_before(source.settings().text),
-        "expandable_blocked": _expandable_blocked(torch),
-        "graph_pools": _graph_pools(torch),
+        "expandable_blocked": _expandable_blocked(lives),
+        "graph_pools": _graph_pools(lives),
         "devices": {
             str(index): {
                 **_limits(source, after[index]),
@@ -303,23 +304,42 @@ def _age() -> float | None:
         return None
 
 
-def _expandable_blocked(torch: Any) -> str | None:
+class _Lives(NamedTuple):
+    """The objects of torch's that live now and hold memory of their own."""
+
+    pools: list[Any]
+    allocators: list[Any]
+    graphs: list[Any]
+
+    @classmethod
+    def now(cls, torch: Any) -> _Lives:
+        """By one walk over the heap, which holds the interpreter."""
+        memory = torch.cuda.memory
+        kinds = [
+            () if kind is None else (kind,)
+            for kind in (
+                getattr(memory, "MemPool", None),
+                getattr(memory, "CUDAPluggableAllocator", None),
+                torch.cuda.CUDAGraph,
+            )
+        ]
+        found = living(*(each for kind in kinds for each in kind))
+        return cls(*(of_classes(found, kind) for kind in kinds))
+
+
+def _expandable_blocked(lives: _Lives) -> str | None:
     """Why expandable segments cannot be used in this process."""
     if not sys.platform.startswith("linux"):
         return f"there are none on {sys.platform}"
-    if all(_lives(getattr(torch.cuda.memory, name, None)) for name in ("MemPool", "CUDAPluggableAllocator")):
+    if lives.pools and lives.allocators:
         return "a memory pool with an allocator of its own does not go with them"
     return None
 
 
-def _graph_pools(torch: Any) -> list[tuple[int, int]]:
+def _graph_pools(lives: _Lives) -> list[tuple[int, int]]:
     """Of the CUDA graphs that have been captured."""
     pools: set[tuple[int, int]] = set()
-    for graph in living(torch.cuda.CUDAGraph):
+    for graph in lives.graphs:
         with suppress(RuntimeError):  # it was not captured
             pools.add(tuple(graph.pool()))
     return sorted(pools)
-
-
-def _lives(kind: type | None) -> bool:
-    return kind is not None and bool(living(kind))

@@ -31,6 +31,7 @@ def living(*classes: type) -> list[Any]:
 
 
 def of_classes(things: Iterable[Any], classes: tuple[type, ...]) -> list[Any]:
+    """Those that are of some classes."""
     # isinstance would wake lazy objects, warnings and all
     return [thing for thing in things if issubclass(type(thing), classes)]
 

@@ -621,9 +621,9 @@ def _device_map(
             perhaps = (device, group.pool) not in live_pools
             sure = (device, group.pool) in dropped_pools
             if not sure:
-                idle = sum(group.free) if group.expandable else group.cached
-                private_idle += 0 if group.expandable else idle
-                private_busy += group.reserved - idle
+                idle = 0 if group.expandable else group.cached
+                private_idle += idle
+                private_busy += group.active if group.expandable else group.reserved - idle
         if perhaps:
             cached_most += group.cached
             releasable_most += group.releasable
